@@ -1,0 +1,57 @@
+"""The seam between a worker group and what carries its calls: one rank in this process, or Ray actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.cluster.dispatch import Call
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's result of one call."""
+
+    value: Any
+    seconds: float
+    """Time inside the worker's method, measured by the worker."""
+
+
+class Backend(Protocol):
+    """Carries calls to ranks 0..world-1."""
+
+    @property
+    def world(self) -> int: ...
+
+    def call(
+        self, method: str, calls: Sequence[Call | None], keep: Sequence[bool], timeout_s: float
+    ) -> list[Answer | None]:
+        """Call the method on each rank whose entry is no None and wait for all of them.
+
+        keep: whether the rank's value is wanted; a value that is not wanted comes back as None.
+        A worker's error is raised as itself with its rank in a note. ClusterError where a rank is dead or
+        does not answer within timeout_s seconds.
+        """
+        ...
+
+    def close(self, graceful: bool) -> None:
+        """End every rank. graceful: let workers that have a `close` method run it first. Can be called twice.
+        """
+        ...
+
+
+def timed_call(worker: object, method: str, call: Call, keep: bool) -> Answer:
+    """Call a worker's method and measure it."""
+    args, kwargs = call
+    start = time.perf_counter()
+    value = getattr(worker, method)(*args, **kwargs)
+    return Answer(value if keep else None, time.perf_counter() - start)
+
+
+def close_worker(worker: object) -> None:
+    """Run the worker's own `close`, where it has one."""
+    close = getattr(worker, "close", None)
+    if callable(close):
+        close()

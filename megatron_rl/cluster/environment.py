@@ -1,0 +1,70 @@
+"""Environment variables of worker processes. Pure: dicts in, dicts out."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from megatron_rl.config.cluster import ClusterConfig
+
+PASSED_PREFIXES = ("VLLM_", "NCCL_", "OMP_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TOKENIZERS_")
+"""What the controller's environment says under these prefixes holds for workers on every node."""
+PASSED_NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+
+
+def worker_environment(cluster: ClusterConfig, device: str, controller: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are the same on every rank; they must be set before torch or vLLM is imported.
+
+    device: "cpu" or "cuda". controller: the controller's environment, which overrides the defaults.
+    """
+    values = {
+        "OMP_NUM_THREADS": str(max(1, int(cluster.num_cpus_per_rank))),
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device == "cpu":
+        values["TORCHDYNAMO_DISABLE"] = "1"
+    else:
+        # Megatron-Core orders tensor-parallel collectives by a single queue on GPUs before Blackwell.
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    for name, value in controller.items():
+        if name.startswith(PASSED_PREFIXES) or name in PASSED_NAMES:
+            values[name] = value
+    # The engine shares the worker's weights, so it lives in the worker's process whatever the controller's
+    # shell says.
+    values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return values
+
+
+def rank_environment(
+    rank: int, world: int, local_rank: int, local_world: int, master_addr: str, master_port: int
+) -> dict[str, str]:
+    """Variables of one rank, named as torchrun names them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this node listens on."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def port_in_use(port: int) -> bool:
+    """Whether something on this node already has the TCP port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do; without it a port whose last connection has just closed would count as taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,184 @@
+"""What must be true of this machine before Ray starts: packages, GPUs, disk, port. Every fault is found at
+once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.cluster.environment import port_in_use
+from megatron_rl.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from megatron_rl.config.run import RunConfig
+
+CPU_CURE = "run `bash launch/install.sh`, or `pip install -e .[cpu]`"
+GPU_CURE = "run `pip install -e .[gpu]`"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def preflight(cfg: RunConfig, needs_rollout: bool) -> None:
+    """Raise ConfigError with every reason why the run cannot start on this machine.
+
+    needs_rollout: whether the algorithm generates (SFT does not), and so needs rollout.name's package.
+    """
+    faults = package_faults(cfg, needs_rollout)
+    if find_spec("torch") is not None:
+        faults += device_faults(cfg)
+    faults += core_faults(cfg) + folder_faults(cfg) + port_faults(cfg)
+    if faults:
+        raise ConfigError(faults)
+
+
+def package_faults(cfg: RunConfig, needs_rollout: bool) -> list[Fault]:
+    """Packages that the run needs and that cannot be imported. Nothing is imported to find out."""
+    needed = [
+        ("model.path", cfg.model.path, package) for package in ("torch", "megatron.core", "transformers")
+    ]
+    if cfg.cluster.backend == "ray":
+        needed.append(("cluster.backend", "ray", "ray"))
+    if needs_rollout and cfg.rollout.name == "vllm":
+        needed.append(("rollout.name", "vllm", "vllm"))
+    return [
+        Fault(
+            key,
+            value,
+            f"needs the package {package}, which is not installed",
+            _install_cure(cfg.cluster.device),
+        )
+        for key, value, package in needed
+        if not installed(package)
+    ]
+
+
+def installed(package: str) -> bool:
+    """Whether a package (or sub-package, dotted) can be found, without importing it; parents of a dotted one
+    are.
+    """
+    parent, _, _ = package.rpartition(".")
+    if parent and not installed(parent):
+        return False
+    return find_spec(package) is not None
+
+
+def device_faults(cfg: RunConfig) -> list[Fault]:
+    """GPUs that are asked for and not there. Where Ray runs elsewhere (cluster.ray_address), Ray counts them.
+    """
+    if cfg.cluster.device == "cpu" or cfg.cluster.ray_address is not None:
+        return []
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found == 0:
+        if cfg.cluster.device == "auto":
+            return []
+        return [
+            Fault(
+                "cluster.device",
+                "cuda",
+                "torch sees no GPU here",
+                "write cluster.device=cpu, or use a GPU machine",
+            )
+        ]
+    wanted = cfg.cluster.n_gpus_per_node
+    if wanted <= found:
+        return []
+    return [
+        Fault(
+            "cluster.n_gpus_per_node",
+            wanted,
+            f"this node has {found} GPUs",
+            f"write {found} or less, or use more nodes",
+        )
+    ]
+
+
+def core_faults(cfg: RunConfig) -> list[Fault]:
+    """CPU cores that a local Ray would be asked for and does not have."""
+    if cfg.cluster.backend != "ray" or cfg.cluster.ray_address is not None:
+        return []
+    cores, ranks, share = os.cpu_count() or 1, cfg.cluster.n_gpus_per_node, cfg.cluster.num_cpus_per_rank
+    if ranks * share <= cores:
+        return []
+    reason = f"{ranks} ranks ask for {ranks * share:g} CPUs, but this node has {cores}"
+    return [Fault("cluster.num_cpus_per_rank", share, reason, f"write {_floor(cores / ranks):g} or less")]
+
+
+def folder_faults(cfg: RunConfig) -> list[Fault]:
+    """A run folder that cannot be written, or whose disk is too small for one save."""
+    run_dir = Path(cfg.trainer.run_dir)
+    parent = run_dir
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    key, value = "trainer.default_local_dir", cfg.trainer.default_local_dir
+    if not parent.is_dir():
+        return [Fault(key, value, f"{parent} is a file", "name a folder")]
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        return [
+            Fault(key, value, f"{parent} cannot be written ({error.strerror})", "name a folder that can be")
+        ]
+    size = 0 if cfg.trainer.save_freq == 0 else save_bytes(Path(cfg.model.path), cfg.model.dtype)
+    # The old save stays until the new one is complete.
+    need = 2 * size if cfg.trainer.save_freq > 0 else size
+    free = shutil.disk_usage(parent).free
+    if free >= need:
+        return []
+    reason = (
+        f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {need / 2**30:.2f} GiB"
+    )
+    return [Fault(key, value, reason, "name a folder on a larger disk, or free some space")]
+
+
+def save_bytes(model_dir: Path, dtype: str) -> int:
+    """About how many bytes the weights take as safetensors, from the folder's config.json.
+
+    0 where the file is missing or has no such shape: what is wrong with a model folder is said where it is
+    loaded.
+    """
+    try:
+        shape: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+        hidden, layers, inner = shape["hidden_size"], shape["num_hidden_layers"], shape["intermediate_size"]
+        heads, vocab = shape["num_attention_heads"], shape["vocab_size"]
+    except (OSError, ValueError, KeyError):
+        return 0
+    kv_heads = shape.get("num_key_value_heads") or heads
+    head_dim = shape.get("head_dim") or hidden // heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    experts = shape.get("num_experts") or shape.get("num_local_experts")
+    mlp = 3 * hidden * (experts * (shape.get("moe_intermediate_size") or inner) if experts else inner)
+    embeddings = vocab * hidden * (1 if shape.get("tie_word_embeddings") else 2)
+    return (embeddings + layers * (attention + mlp)) * DTYPE_BYTES[dtype]
+
+
+def port_faults(cfg: RunConfig) -> list[Fault]:
+    """A port for the local Ray that something else has."""
+    port = cfg.cluster.ray_port
+    if (
+        cfg.cluster.backend != "ray"
+        or cfg.cluster.ray_address is not None
+        or not port
+        or not port_in_use(port)
+    ):
+        return []
+    cure = f"name a free port, leave the key out, or join that Ray with cluster.ray_address=127.0.0.1:{port}"
+    return [Fault("cluster.ray_port", port, "something on this machine already listens there", cure)]
+
+
+def _install_cure(device: str) -> str:
+    if device == "auto":
+        device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return GPU_CURE if device == "cuda" else CPU_CURE
+
+
+def _floor(share: float) -> float:
+    """Rounded down to hundredths."""
+    return int(share * 100) / 100

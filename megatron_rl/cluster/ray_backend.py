@@ -1,0 +1,279 @@
+"""Worker processes as Ray actors, one a rank, in a placement group."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_rl.cluster import ray_runtime
+from megatron_rl.cluster.backend import Answer
+from megatron_rl.cluster.dispatch import Call
+from megatron_rl.cluster.environment import rank_environment, worker_environment
+from megatron_rl.cluster.rank_host import Place, RankHost, Watch
+from megatron_rl.cluster.ray_wait import Outcome, unwrapped, wait_for_ranks
+from megatron_rl.cluster.resources import Device, Placement, plan_placement, require_room
+from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.errors import ClusterError
+
+CLOSE_S = 10.0
+"""How long workers may take to close, and their processes to be gone."""
+
+
+class RayBackend:
+    """See Backend. Built up in order: Ray, placement group, actors, their environment, their workers."""
+
+    def __init__(
+        self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device
+    ) -> None:
+        """Start every rank within cluster.start_timeout_s. On any error all that was started is ended again.
+        """
+        self._name = worker_cls.__name__
+        self._id = uuid.uuid4().hex[:12]
+        self._cluster = cluster
+        self._actors: list[Any] = []
+        self._places: list[Place] = []
+        self._group: PlacementGroup | None = None
+        self._closing = False
+        self._broken: str | None = None
+        self._last_call: str | None = None
+        self._num_calls = 0
+        ray_runtime.acquire(cluster, device)
+        try:
+            self._start(worker_cls, worker_args, device)
+        except BaseException:
+            self.close(graceful=False)
+            raise
+
+    @property
+    def world(self) -> int:
+        return len(self._actors)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of each rank, on its node."""
+        return [place.pid for place in self._places]
+
+    def call(
+        self, method: str, calls: Sequence[Call | None], keep: Sequence[bool], timeout_s: float
+    ) -> list[Answer | None]:
+        """See Backend.call. Shared arguments go once into Ray's object store, where numpy arrays are read-
+        only.
+        """
+        if self._broken is not None:
+            raise ClusterError(
+                f"{self._name}.{method}: the workers cannot be called any more: {self._broken}"
+            )
+        shipped = _ship(calls)
+
+        def submit(rank: int) -> Any:
+            watch = self._watch(rank, timeout_s)
+            return self._actors[rank].call.remote(watch, method, shipped[rank], keep[rank])
+
+        ranks = [rank for rank, call in enumerate(calls) if call is not None]
+        answers = self._on_ranks(ranks, submit, method, timeout_s, "cluster.step_timeout_s")
+        self._last_call = method
+        return [answers.get(rank) for rank in range(self.world)]
+
+    def close(self, graceful: bool) -> None:
+        """See Backend.close. An error of a worker's own `close` is raised once everything is ended."""
+        if self._closing:
+            return
+        self._closing = True
+        error: BaseException | None = None
+        try:
+            if graceful and self._broken is None:
+                error = self._close_workers()
+        finally:
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
+            self._wait_until_gone()
+            ray_runtime.release()
+        if error is not None:
+            raise error
+
+    def _start(self, worker_cls: type, worker_args: Sequence[Any], device: Device) -> None:
+        deadline = time.monotonic() + self._cluster.start_timeout_s
+        placement = plan_placement(self._cluster, device)
+        require_room(placement, self._cluster, ray_runtime.node_resources())
+        self._group = self._reserve(placement, deadline)
+        environment = worker_environment(self._cluster, device, os.environ)
+        self._actors = [_actor(self._group, placement, rank, environment) for rank in range(placement.world)]
+
+        def on_all(method: str, submit: Callable[[int], Any]) -> list[Any]:
+            left_s = max(0.0, deadline - time.monotonic())
+            answers = self._on_ranks(range(self.world), submit, method, left_s, "cluster.start_timeout_s")
+            return [answers[rank] for rank in range(self.world)]
+
+        places: list[Place] = on_all("place", lambda rank: self._actors[rank].place.remote())
+        # Ranks of a node are numbered in the order of its GPUs.
+        order = sorted(
+            range(self.world), key=lambda rank: (placement.bundle_of_rank[rank], places[rank].gpu_index)
+        )
+        self._actors = [self._actors[rank] for rank in order]
+        self._places = [places[rank] for rank in order]
+        own = self._rank_environments(device)
+        folder = os.getcwd()
+        on_all("prepare", lambda rank: self._actors[rank].prepare.remote(own[rank], folder))
+        args = ray.put(tuple(worker_args))
+        left_s = max(1.0, deadline - time.monotonic())
+        on_all(
+            "__init__",
+            lambda rank: self._actors[rank].start.remote(
+                self._watch(rank, left_s), worker_cls, rank, self.world, args
+            ),
+        )
+
+    def _reserve(self, placement: Placement, deadline: float) -> PlacementGroup:
+        group = placement_group([dict(bundle) for bundle in placement.bundles], strategy=placement.strategy)
+        if not group.wait(max(1.0, deadline - time.monotonic())):
+            remove_placement_group(group)
+            names = sorted(placement.per_rank)
+            asked = " and ".join(f"{placement.world * placement.per_rank[name]:g} {name}" for name in names)
+            free = ray.available_resources()
+            there = " and ".join(f"{free.get(name, 0.0):g} {name}" for name in names)
+            raise ClusterError(
+                f"{placement.world} ranks ask for {asked}, but of Ray's resources only {there} were free "
+                f"for {self._cluster.start_timeout_s:g} s -- end the other jobs of this Ray, or ask for less"
+            )
+        return group
+
+    def _rank_environments(self, device: Device) -> list[dict[str, str]]:
+        per_node = self._cluster.n_gpus_per_node
+        head = self._places[0]
+        address = "127.0.0.1" if self._cluster.nnodes == 1 else head.ip
+        return [
+            rank_environment(
+                rank,
+                self.world,
+                place.gpu_index if device == "cuda" else rank % per_node,
+                per_node,
+                address,
+                head.free_port,
+            )
+            for rank, place in enumerate(self._places)
+        ]
+
+    def _on_ranks(
+        self,
+        ranks: Sequence[int],
+        submit: Callable[[int], Any],
+        method: str,
+        timeout_s: float,
+        timeout_key: str,
+    ) -> dict[int, Any]:
+        """Submit on each rank and wait; whatever leaves the ranks out of step with each other breaks the
+        group.
+        """
+        self._num_calls += 1
+        outcome = wait_for_ranks({submit(rank): rank for rank in ranks}, timeout_s, lambda: self._closing)
+        where = f"{self._name}.{method}"
+        if outcome.dead or outcome.late:
+            self._broken = f"{where} left ranks {sorted([*outcome.dead, *outcome.late])} without an answer"
+        if self._closing and (outcome.late or outcome.dead):
+            raise ClusterError(f"{where}: the group was closed during the call")
+        if outcome.dead:
+            raise ClusterError(_death_text(where, outcome))
+        if outcome.errors:
+            raise _first_error(where, outcome)
+        if outcome.late:
+            raise ClusterError(self._late_text(where, outcome, timeout_s, timeout_key))
+        return outcome.answers
+
+    def _late_text(self, where: str, outcome: Outcome, timeout_s: float, timeout_key: str) -> str:
+        lines = [
+            f"{where}: rank(s) {outcome.late} of {self.world} did not answer within {timeout_s:g} s "
+            f"(answered: {sorted(outcome.answers) or 'none'}; last call that ended: "
+            f"{self._last_call or 'none'}) -- raise {timeout_key} if the work takes that long"
+        ]
+        for rank in outcome.late:
+            stack = ray_runtime.read_stack(self._stack_key(rank))
+            lines.append(f"rank {rank} was at:\n{stack.rstrip()}" if stack else f"rank {rank} left no stack")
+        return "\n".join(lines)
+
+    def _stack_key(self, rank: int) -> str:
+        return f"megatron_rl/{self._id}/{self._num_calls}/{rank}"
+
+    def _watch(self, rank: int, timeout_s: float) -> Watch:
+        # Shortly before the deadline, so that the stack is there when the controller gives up.
+        return self._stack_key(rank), max(timeout_s - 5.0, timeout_s / 2)
+
+    def _close_workers(self) -> BaseException | None:
+        """Let each worker close; one that cannot in time is ended all the same. Returns the first error."""
+        refs = {actor.close.remote(): rank for rank, actor in enumerate(self._actors)}
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=CLOSE_S)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                return unwrapped(error, f"on rank {refs[ref]} in {self._name}.close")
+        return None
+
+    def _wait_until_gone(self) -> None:
+        """ray.kill returns before the process has ended; wait for those of this node."""
+        here = ray.get_runtime_context().get_node_id()
+        pids = [place.pid for place in self._places if place.node_id == here]
+        deadline = time.monotonic() + CLOSE_S
+        while any(psutil.pid_exists(pid) for pid in pids):
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"worker processes {pids} do not end -- look at them with ps, then kill them"
+                )
+            time.sleep(0.02)
+
+
+def _actor(group: PlacementGroup, placement: Placement, rank: int, environment: Mapping[str, str]) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=placement.bundle_of_rank[rank]
+    )
+    # Every rank sees all GPUs of its node, as under torchrun: LOCAL_RANK says which one is its own.
+    variables = {**environment, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    options = ray.remote(RankHost).options(
+        num_cpus=placement.per_rank["CPU"],
+        num_gpus=placement.per_rank.get("GPU", 0),
+        max_restarts=0,
+        scheduling_strategy=strategy,
+        runtime_env={"env_vars": variables},
+    )
+    return options.remote()
+
+
+def _ship(calls: Sequence[Call | None]) -> list[Any]:
+    """Put arguments that several ranks share into the object store once; the others travel with their call.
+    """
+    users: dict[int, int] = {}
+    for call in calls:
+        users[id(call)] = users.get(id(call), 0) + 1
+    stored = {id(call): ray.put(call) for call in calls if call is not None and users[id(call)] > 1}
+    return [stored.get(id(call), call) for call in calls]
+
+
+def _death_text(where: str, outcome: Outcome) -> str:
+    lines = [f"{where}: rank {rank} died: {reason}" for rank, reason in sorted(outcome.dead.items())]
+    lines.append("-- its last lines are in the log above; a process killed for memory leaves none")
+    lines += [f"rank {rank} failed: {type(error).__name__}: {error}" for rank, error in outcome.errors]
+    return "\n".join(lines)
+
+
+def _first_error(where: str, outcome: Outcome) -> BaseException:
+    """The first error to arrive, as itself; notes say its rank, its traceback there, and what other ranks
+    did.
+    """
+    rank, task_error = outcome.errors[0]
+    error = unwrapped(task_error, f"on rank {rank} in {where}")
+    for other, further in outcome.errors[1:]:
+        cause = unwrapped(further, "")
+        error.add_note(f"rank {other} failed as well: {type(cause).__name__}: {cause}")
+    if outcome.late:
+        error.add_note(f"rank(s) {outcome.late} had not answered when the call was given up")
+    return error

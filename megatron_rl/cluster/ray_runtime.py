@@ -1,0 +1,113 @@
+"""The Ray cluster of this process: started or joined by the first worker group, left by the last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+
+from megatron_rl.cluster.environment import port_in_use
+from megatron_rl.cluster.resources import Device
+from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.errors import ClusterError
+
+_lock = threading.Lock()
+_users = 0
+_is_ours = False
+
+
+def acquire(cluster: ClusterConfig, device: Device) -> None:
+    """Have Ray running in this process. A Ray that something else has started is used as it is and left
+    running.
+
+    ClusterError where cluster.ray_port is in use or nothing answers at cluster.ray_address.
+    """
+    global _users, _is_ours
+    with _lock:
+        import ray
+
+        if _users == 0:
+            _is_ours = not ray.is_initialized()
+            if _is_ours:
+                try:
+                    _start(cluster, device)
+                except BaseException:
+                    ray.shutdown()
+                    raise
+        _users += 1
+
+
+def release() -> None:
+    """One user less; the last one shuts down (or leaves) the Ray that `acquire` started (or joined)."""
+    global _users
+    with _lock:
+        import ray
+
+        _users -= 1
+        assert _users >= 0, "release without acquire"
+        if _users == 0 and _is_ours:
+            ray.shutdown()
+
+
+def require_free_port(port: int) -> None:
+    """ClusterError where the port is taken."""
+    if port_in_use(port):
+        raise ClusterError(
+            f"cluster.ray_port: {port} -- something on this machine already listens there (another Ray?) "
+            "-- take another port, leave cluster.ray_port out (Ray then finds a free one), or join that Ray "
+            f"with cluster.ray_address=127.0.0.1:{port}"
+        )
+
+
+def node_resources() -> list[Mapping[str, float]]:
+    """Total resources of each live machine of the cluster."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def store_stack(key: str, stack: str) -> None:
+    """Keep a rank's stack in the cluster's key-value store, where the controller on any node finds it."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(key, stack.encode(), overwrite=True)
+
+
+def read_stack(key: str) -> str | None:
+    """What `store_stack` kept under the key, or None."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    stack = _internal_kv_get(key)
+    return None if stack is None else stack.decode()
+
+
+def _start(cluster: ClusterConfig, device: Device) -> None:
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Says at every start that Ray's own token authentication is on, which is its default.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
+    if cluster.ray_address is not None:
+        try:
+            ray.init(address=cluster.ray_address, **quiet)
+        except ConnectionError as error:
+            raise ClusterError(
+                f"cluster.ray_address: {cluster.ray_address!r} -- no Ray cluster answers there ({error}) "
+                "-- start one (`ray start --head`), or leave cluster.ray_address out for a local one"
+            ) from error
+        return
+    before = os.environ.pop("RAY_GCS_SERVER_PORT", None)
+    if cluster.ray_port:
+        require_free_port(cluster.ray_port)
+        # The head of a local Ray takes its port from this variable; ray.init has no argument for it.
+        os.environ["RAY_GCS_SERVER_PORT"] = str(cluster.ray_port)
+    try:
+        num_gpus = 0 if device == "cpu" else None
+        ray.init(address="local", include_dashboard=False, num_gpus=num_gpus, **quiet)
+    finally:
+        os.environ.pop("RAY_GCS_SERVER_PORT", None)
+        if before is not None:
+            os.environ["RAY_GCS_SERVER_PORT"] = before

@@ -1,0 +1,104 @@
+"""Sections `actor`, `critic` and `ref`: how the policy trains, and what it is compared with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.config.base import UserPath, section
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlType = Literal["k1", "k2", "k3", "abs"]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+@section
+class OptimConfig:
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after the warm-up, down to lr * min_lr_ratio at the last step of the run (or at lr_decay_steps)."""
+    lr_decay_steps: PositiveInt | None = None
+    """Optimizer steps at which the decay ends; the whole run when not given."""
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Last rate as a share of lr."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, on matrices only."""
+    adam_beta1: Beta = 0.9
+    adam_beta2: Beta = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    grad_clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@section
+class ParallelConfig:
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    vpp: PositiveInt = 1
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel ranks along the sequence, outside attention and MLP."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer's state over data-parallel ranks."""
+
+
+@section
+class ActorConfig(ParallelConfig):
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts of one optimizer step; data.train_batch_size when not given."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Most sequences in one forward pass of a rank; no such cap when not given."""
+    max_tokens_per_gpu: PositiveInt = 16384
+    """Most tokens in one forward pass of a rank (a longer single sequence is an error before the run starts)."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over the rollouts of one step."""
+    clip_ratio: PositiveFloat = 0.2
+    """Clipping range of the policy ratio, used on each side that has no range of its own."""
+    clip_ratio_low: PositiveFloat | None = None
+    """Range below 1; clip_ratio when not given."""
+    clip_ratio_high: PositiveFloat | None = None
+    """Range above 1 (DAPO's clip-higher); clip_ratio when not given."""
+    loss_mode: str = "ppo_clip"
+    """Policy loss: a name of megatron_rl.algos.LOSSES."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number; always over the global mini-batch."""
+    entropy_coeff: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef * KL(policy, reference) to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    kl_loss_type: KlType = "k3"
+    """Estimator of that KL (Schulman 2020); abs is |log ratio|."""
+
+    @property
+    def clip_low(self) -> float:
+        """Range below 1 that is in force."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Range above 1 that is in force."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@section
+class CriticConfig:
+    enable: bool = False
+    """Train a value model (needs an algorithm that uses one)."""
+
+
+@section
+class RefConfig:
+    path: UserPath | None = None
+    """Folder of the reference model's weights; the actor's starting weights when not given."""

@@ -1,0 +1,33 @@
+"""The one way config sections are declared: frozen, keyword-only, closed pydantic dataclasses."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+SectionT = TypeVar("SectionT")
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path as typed; a leading ~ becomes the home folder. Relative ones are relative to the working directory."""
+
+
+def _one_as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+OneOrMany = BeforeValidator(_one_as_list)
+"""Lets a list of strings be written as a single string."""
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def section(cls: type[SectionT]) -> type[SectionT]:
+    """Make `cls` a config section: values are checked on construction, unknown keys are refused, nothing mutates.
+
+    The string under each field is its documentation (`megatron-rl check --json` and docs/config.md show it).
+    """
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    wrap = cast(Any, pydantic_dataclass(frozen=True, kw_only=True, config=config))
+    return cast("type[SectionT]", wrap(cls))

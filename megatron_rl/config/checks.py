@@ -1,0 +1,266 @@
+"""Checks that span sections and need nothing but the config. Each takes the run and returns its faults."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES
+from megatron_rl.errors import Fault
+
+if TYPE_CHECKING:
+    from megatron_rl.config.run import RunConfig
+
+
+def divisors(number: int) -> list[int]:
+    """Whole numbers that divide `number`, ascending."""
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def listed(values: list[int]) -> str:
+    """[1, 2, 4] as "1, 2 or 4"."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def unknown_name(key: str, value: str, names: tuple[str, ...]) -> Fault:
+    """The fault of a name that is none of `names`."""
+    close = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return Fault(key, value, "there is no such name", f"{hint}known: {', '.join(names)}")
+
+
+def _later(cfg: RunConfig, axis: str, size: int) -> list[Fault]:
+    if size == 1:
+        return []
+    return [Fault(f"actor.{axis}", size, "not supported yet; use tp and dp", f"set actor.{axis}=1")]
+
+
+def pipeline(cfg: RunConfig) -> list[Fault]:
+    """One pipeline stage."""
+    return _later(cfg, "pp", cfg.actor.pp)
+
+
+def virtual_pipeline(cfg: RunConfig) -> list[Fault]:
+    """One model chunk a stage."""
+    return _later(cfg, "vpp", cfg.actor.vpp)
+
+
+def context_parallel(cfg: RunConfig) -> list[Fault]:
+    """Whole sequences on each rank."""
+    return _later(cfg, "cp", cfg.actor.cp)
+
+
+def expert_parallel(cfg: RunConfig) -> list[Fault]:
+    """No experts."""
+    return _later(cfg, "ep", cfg.actor.ep)
+
+
+def critic(cfg: RunConfig) -> list[Fault]:
+    """No value model is trained."""
+    if not cfg.critic.enable:
+        return []
+    return [Fault("critic.enable", True, "no algorithm here uses a critic yet", "set critic.enable=false")]
+
+
+def actor_layout(cfg: RunConfig) -> list[Fault]:
+    """tp * pp * cp divides the ranks."""
+    world, parts = cfg.world_size, cfg.model_parallel_size
+    if world % parts == 0:
+        return []
+    reason = f"tp * pp * cp = {parts} does not divide the {_ranks(cfg)}"
+    fitting = listed(divisors(world))
+    cure = f"make tp * pp * cp one of {fitting}, or the number of ranks a multiple of {parts}"
+    return [Fault("actor.tp", cfg.actor.tp, reason, cure)]
+
+
+def _ranks(cfg: RunConfig) -> str:
+    nnodes, per_node = cfg.cluster.nnodes, cfg.cluster.n_gpus_per_node
+    return f"{nnodes * per_node} ranks (cluster.nnodes {nnodes} * cluster.n_gpus_per_node {per_node})"
+
+
+def engine_layout(cfg: RunConfig) -> list[Fault]:
+    """One engine on each rank."""
+    tp = cfg.rollout.tp
+    if not cfg.is_rl or tp == 1:
+        return []
+    reason = "engines over several ranks are not supported yet"
+    if cfg.world_size % tp:
+        reason = f"does not divide the {_ranks(cfg)}, and {reason}"
+    cure = "set rollout.tp=1: each rank then has an engine of its own"
+    return [Fault("rollout.tp", tp, reason, cure)]
+
+
+def inline_backend(cfg: RunConfig) -> list[Fault]:
+    """The inline backend has one rank."""
+    if cfg.cluster.backend != "inline" or cfg.world_size == 1:
+        return []
+    reason = f"runs one rank in this process, and there are {_ranks(cfg)}"
+    cure = "set cluster.backend=ray, or cluster.nnodes=1 and cluster.n_gpus_per_node=1"
+    return [Fault("cluster.backend", "inline", reason, cure)]
+
+
+def ray_address(cfg: RunConfig) -> list[Fault]:
+    """ray_address and ray_port have an effect, or are not given."""
+    cluster = cfg.cluster
+    given = {"ray_address": cluster.ray_address, "ray_port": cluster.ray_port}
+    if cluster.backend == "inline":
+        return [
+            Fault(f"cluster.{key}", value, "has no effect: cluster.backend inline starts no Ray", "leave it out")
+            for key, value in given.items()
+            if value is not None
+        ]
+    if cluster.ray_address is None or cluster.ray_port is None:
+        return []
+    reason = f"is the port of a local Ray, and cluster.ray_address {cluster.ray_address!r} joins a running one"
+    return [Fault("cluster.ray_port", cluster.ray_port, reason, "leave one of the two out")]
+
+
+def sequence_parallel(cfg: RunConfig) -> list[Fault]:
+    """Sequence parallelism splits over tensor-parallel ranks."""
+    if not cfg.actor.sequence_parallel or cfg.actor.tp > 1:
+        return []
+    reason = "splits activations between tensor-parallel ranks, and actor.tp is 1"
+    return [Fault("actor.sequence_parallel", True, reason, "set it to false, or actor.tp above 1")]
+
+
+def mini_batches(cfg: RunConfig) -> list[Fault]:
+    """Mini-batches of equal size make up the batch of a step."""
+    batch, mini = cfg.data.train_batch_size, cfg.mini_batch_size
+    if batch % mini == 0:
+        return []
+    near = [part for part in divisors(batch) if part <= mini][-2:]
+    cure = f"use a divisor of {batch}, for instance {listed(near)}"
+    reason = f"does not divide data.train_batch_size {batch}"
+    if mini > batch:
+        reason = f"is more than data.train_batch_size {batch}: a step has no more prompts"
+        cure = f"use {batch} or a divisor of it, or raise data.train_batch_size to a multiple of {mini}"
+    return [Fault("actor.ppo_mini_batch_size", mini, reason, cure)]
+
+
+def ranks_have_work(cfg: RunConfig) -> list[Fault]:
+    """Each data-parallel rank has at least one sequence in each optimizer step."""
+    sequences = cfg.mini_batch_size * cfg.samples_per_prompt
+    if cfg.world_size % cfg.model_parallel_size or sequences >= cfg.dp_size:
+        return []
+    own = cfg.is_rl and cfg.actor.ppo_mini_batch_size is not None
+    key = "actor.ppo_mini_batch_size" if own else "data.train_batch_size"
+    reason = f"an optimizer step has {sequences} sequences for {cfg.dp_size} data-parallel ranks: some would have none"
+    per_prompt = cfg.samples_per_prompt
+    cure = f"use at least {-(-cfg.dp_size // per_prompt)}, or fewer ranks"
+    return [Fault(key, cfg.mini_batch_size, reason, cure)]
+
+
+def _longest(cfg: RunConfig) -> str:
+    data = cfg.data
+    return f"{cfg.max_sequence_length} (data.max_prompt_length {data.max_prompt_length} + " + (
+        f"data.max_response_length {data.max_response_length})"
+    )
+
+
+def token_budget(cfg: RunConfig) -> list[Fault]:
+    """The longest sequence fits into one forward pass."""
+    budget = cfg.actor.max_tokens_per_gpu
+    if budget >= cfg.max_sequence_length:
+        return []
+    reason = f"is less than the longest sequence, {_longest(cfg)}, which must fit into one forward pass"
+    cure = f"raise it to at least {cfg.max_sequence_length}, or lower the lengths"
+    return [Fault("actor.max_tokens_per_gpu", budget, reason, cure)]
+
+
+def engine_length(cfg: RunConfig) -> list[Fault]:
+    """The engine cuts no response short."""
+    longest = cfg.rollout.max_model_len
+    if not cfg.is_rl or longest is None or longest >= cfg.max_sequence_length:
+        return []
+    reason = f"the engine would cut responses: the longest sequence is {_longest(cfg)}"
+    cure = f"leave it out, raise it to at least {cfg.max_sequence_length}, or lower the lengths"
+    return [Fault("rollout.max_model_len", longest, reason, cure)]
+
+
+def group_size(cfg: RunConfig) -> list[Fault]:
+    """Group advantages compare at least two samples."""
+    if not cfg.is_rl or cfg.algorithm.adv_estimator != "grpo" or cfg.rollout.n >= 2:
+        return []
+    reason = "adv_estimator grpo compares the samples of a prompt, and one sample has nothing to compare with"
+    return [Fault("rollout.n", cfg.rollout.n, reason, "use 2 or more (8 is usual)")]
+
+
+def adv_estimator(cfg: RunConfig) -> list[Fault]:
+    """The advantage estimator exists."""
+    name = cfg.algorithm.adv_estimator
+    return [] if name in ADV_ESTIMATORS else [unknown_name("algorithm.adv_estimator", name, ADV_ESTIMATORS)]
+
+
+def loss_mode(cfg: RunConfig) -> list[Fault]:
+    """The policy loss exists."""
+    name = cfg.actor.loss_mode
+    return [] if name in LOSS_MODES else [unknown_name("actor.loss_mode", name, LOSS_MODES)]
+
+
+def _resampled(key: str, value: object, neutral: object) -> Fault:
+    reason = "the engine would renormalise the probabilities and the trainer does not: every policy ratio would be wrong"
+    cure = f"set {key}={neutral} for training (rollout.val may differ)"
+    return Fault(key, value, reason, cure)
+
+
+def top_p(cfg: RunConfig) -> list[Fault]:
+    """Training samples from the whole distribution."""
+    bad = cfg.is_rl and cfg.rollout.top_p < 1
+    return [_resampled("rollout.top_p", cfg.rollout.top_p, 1.0)] if bad else []
+
+
+def top_k(cfg: RunConfig) -> list[Fault]:
+    """Training samples from the whole distribution."""
+    bad = cfg.is_rl and cfg.rollout.top_k != -1
+    return [_resampled("rollout.top_k", cfg.rollout.top_k, -1)] if bad else []
+
+
+def target_loss(cfg: RunConfig) -> list[Fault]:
+    """Only SFT stops at a loss."""
+    target = cfg.trainer.target_loss
+    if target is None or not cfg.is_rl:
+        return []
+    reason = f"only algorithm.name sft stops at a loss, and this run is {cfg.algorithm.name}"
+    return [Fault("trainer.target_loss", target, reason, "leave it out, or set algorithm.name=sft")]
+
+
+def validation(cfg: RunConfig) -> list[Fault]:
+    """Validation that was asked for has data."""
+    if cfg.trainer.test_freq <= 0 or cfg.data.val_files:
+        return []
+    reason = "asks for validation, and data.val_files is empty"
+    return [Fault("trainer.test_freq", cfg.trainer.test_freq, reason, "give data.val_files, or set test_freq=0")]
+
+
+def reference(cfg: RunConfig) -> list[Fault]:
+    """A reference model that is named is used."""
+    if cfg.ref.path is None or cfg.needs_reference:
+        return []
+    reason = "nothing in this run reads the reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off"
+    if not cfg.is_rl:
+        reason = "SFT has no reference model"
+    return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or turn one of the two on in a GRPO run")]
+
+
+def decay_after_warmup(cfg: RunConfig) -> list[Fault]:
+    """The decay of the learning rate ends after its warm-up."""
+    optim = cfg.actor.optim
+    if optim.lr_decay_steps is None or optim.lr_decay_steps > optim.lr_warmup_steps:
+        return []
+    reason = f"the decay would end before the warm-up of {optim.lr_warmup_steps} steps does"
+    cure = f"use more than {optim.lr_warmup_steps}, or leave it out (the whole run)"
+    return [Fault("actor.optim.lr_decay_steps", optim.lr_decay_steps, reason, cure)]
+
+
+def warmup_ends(cfg: RunConfig) -> list[Fault]:
+    """The learning rate reaches its peak within the run, where the run's length is given."""
+    steps, warmup = cfg.trainer.total_training_steps, cfg.actor.optim.lr_warmup_steps
+    if steps is None or cfg.data.train_batch_size % cfg.mini_batch_size:
+        return []
+    epochs = cfg.actor.ppo_epochs if cfg.is_rl else 1
+    updates = steps * (cfg.data.train_batch_size // cfg.mini_batch_size) * epochs
+    if warmup <= updates:
+        return []
+    reason = f"the run has {updates} optimizer steps (trainer.total_training_steps {steps}): lr is never reached"
+    return [Fault("actor.optim.lr_warmup_steps", warmup, reason, f"use at most {updates}, or a longer run")]

@@ -1,0 +1,217 @@
+"""Checks of what a config names on disk: data files, the reward's file, the model's folder and its shape."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megatron_rl.config.checks import listed, unknown_name
+from megatron_rl.config.layout import ModelShape, inspect_model
+from megatron_rl.config.names import REWARD_NAMES, VLLM_HEAD_DIMS
+from megatron_rl.errors import Fault
+
+if TYPE_CHECKING:
+    from megatron_rl.config.run import RunConfig
+
+
+def _data_files(key: str, paths: list[str]) -> list[Fault]:
+    cure = "give Parquet or JSONL files (relative paths start at the working directory)"
+    faults: list[Fault] = []
+    for number, path in enumerate(paths):
+        name = key if len(paths) == 1 else f"{key}[{number}]"
+        if not path or not Path(path).exists():
+            faults.append(Fault(name, path, "there is no such file", cure))
+        elif Path(path).is_dir():
+            faults.append(Fault(name, path, "is a folder, not a file", cure))
+    return faults
+
+
+def train_files(cfg: RunConfig) -> list[Fault]:
+    """The training files exist."""
+    if not cfg.data.train_files:
+        return [Fault("data.train_files", [], "is empty", "give at least one Parquet or JSONL file")]
+    return _data_files("data.train_files", cfg.data.train_files)
+
+
+def val_files(cfg: RunConfig) -> list[Fault]:
+    """The validation files exist."""
+    return _data_files("data.val_files", cfg.data.val_files)
+
+
+def reward_function(cfg: RunConfig) -> list[Fault]:
+    """The reward is a known name, or a file that defines it; modules are imported later, by rewards."""
+    value = cfg.reward.function
+    if not cfg.is_rl or value in REWARD_NAMES:
+        return []
+    place, colon, name = value.rpartition(":")
+    if not colon:
+        fault = unknown_name("reward.function", value, REWARD_NAMES)
+        forms = "; or package.module:function, or path/to/file.py:function"
+        return [Fault(fault.key, fault.value, fault.reason, fault.cure + forms)]
+    if not place or not name.isidentifier():
+        cure = "write package.module:function, or path/to/file.py:function"
+        return [Fault("reward.function", value, "does not name a place and a function", cure)]
+    if place.endswith(".py") or "/" in place:
+        return _reward_file(value, Path(place), name)
+    return []
+
+
+def _reward_file(value: str, file: Path, name: str) -> list[Fault]:
+    key = "reward.function"
+    if not file.is_file():
+        return [Fault(key, value, f"there is no file {file}", "give the path of a Python file, then : and the function")]
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        return [Fault(key, value, f"{file} is not valid Python: {error}{line}", "repair the file")]
+    names = _names_defined(tree)
+    if name in names or "*" in names:
+        return []
+    close = difflib.get_close_matches(name, sorted(names), n=1)
+    hint = f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+    return [Fault(key, value, f"{file} does not define {name}", hint)]
+
+
+def _names_defined(tree: ast.Module) -> set[str]:
+    """Names that any statement of the file binds ("*": a star import, which may bind any)."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).split(".")[0])
+    return names
+
+
+def _shape_of(cfg: RunConfig) -> ModelShape | None:
+    """The model's shape; None when it cannot be read, which files.model reports."""
+    return inspect_model(cfg.model.path)[0]
+
+
+def model(cfg: RunConfig) -> list[Fault]:
+    """The model's folder describes a model that is supported."""
+    return inspect_model(cfg.model.path)[1]
+
+
+def weights(cfg: RunConfig) -> list[Fault]:
+    """Pretrained weights are all there."""
+    if cfg.model.init != "pretrained" or not (Path(cfg.model.path) / "config.json").is_file():
+        return []
+    return _weight_files(cfg.model.path, "model.path", ", or set model.init=random to start from random weights")
+
+
+def _weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
+    """Faults of a folder whose safetensors are missing, or incomplete by their own index."""
+    index, single = Path(folder) / "model.safetensors.index.json", Path(folder) / "model.safetensors"
+    if not index.is_file():
+        if single.is_file():
+            return []
+        reason = "the folder has neither model.safetensors nor model.safetensors.index.json"
+        cure = "put the weights there" + otherwise
+        if list(Path(folder).glob("pytorch_model*.bin")):
+            reason += ", only PyTorch .bin files"
+            cure = "convert them: load with transformers and save_pretrained, which writes safetensors" + otherwise
+        return [Fault(key, folder, reason, cure)]
+    try:
+        content: Any = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return [Fault(key, str(index), f"is not valid JSON: {error}", "download it again")]
+    table: object = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(table, dict):
+        return [Fault(key, str(index), "has no weight_map", "download it again")]
+    shards = sorted({str(name) for name in cast("dict[str, Any]", table).values()})
+    missing = [name for name in shards if not (Path(folder) / name).is_file()]
+    if not missing:
+        return []
+    reason = f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing)}"
+    return [Fault(key, folder, reason, "download them again into this folder" + otherwise)]
+
+
+def tokenizer(cfg: RunConfig) -> list[Fault]:
+    """The tokenizer's folder has a tokenizer.json."""
+    own = cfg.model.tokenizer_path
+    key, folder = ("model.path", cfg.model.path) if own is None else ("model.tokenizer_path", own)
+    if not folder or not Path(folder).is_dir():
+        # Without a path of its own, files.model has said so already.
+        missing = Fault(key, folder, "there is no such folder", "give the folder that holds tokenizer.json")
+        return [] if own is None else [missing]
+    if (Path(folder) / "tokenizer.json").is_file():
+        return []
+    cure = "give model.tokenizer_path, a folder with tokenizer.json" if own is None else "give a folder that has it"
+    if any((Path(folder) / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+        cure += "; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one from older files"
+    return [Fault(key, folder, "the folder has no tokenizer.json", cure)]
+
+
+def reference(cfg: RunConfig) -> list[Fault]:
+    """The reference model can be built in the actor's layout and has all its weights."""
+    path = cfg.ref.path
+    if path is None or not cfg.needs_reference:
+        return []
+    shape, faults = inspect_model(path, "ref.path")
+    if shape is None:
+        return faults
+    actor = _shape_of(cfg)
+    if actor is not None and actor.vocab_size != shape.vocab_size:
+        reason = f"its vocabulary has {shape.vocab_size} tokens, the actor's {actor.vocab_size}"
+        faults.append(Fault("ref.path", path, reason, "use a reference with the actor's tokenizer"))
+    return [*faults, *_uneven(cfg, shape, f"of the reference {path}"), *_weight_files(path, "ref.path", "")]
+
+
+def tensor_parallel(cfg: RunConfig) -> list[Fault]:
+    """Tensor-parallel ranks get equal parts of the model."""
+    shape = _shape_of(cfg)
+    return [] if shape is None else _uneven(cfg, shape, f"of {cfg.model.path}")
+
+
+def _uneven(cfg: RunConfig, shape: ModelShape, whose: str) -> list[Fault]:
+    tp = cfg.actor.tp
+    sizes = {
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "intermediate_size": shape.ffn_size,
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+    if not odd:
+        return []
+    reason = f"does not divide {' and '.join(odd)} {whose}"
+    return [Fault("actor.tp", tp, reason, f"use {listed(shape.tp_choices())}")]
+
+
+def head_dim(cfg: RunConfig) -> list[Fault]:
+    """vLLM has attention kernels for the model's heads."""
+    shape = _shape_of(cfg)
+    if shape is None or not cfg.is_rl or cfg.rollout.name != "vllm" or shape.head_dim in VLLM_HEAD_DIMS:
+        return []
+    reason = f"vLLM has no attention kernels for head_dim {shape.head_dim}"
+    cure = f"use a model with head_dim {listed(list(VLLM_HEAD_DIMS))}, or rollout.name=hf"
+    return [Fault("model.path", cfg.model.path, reason, cure)]
+
+
+def positions(cfg: RunConfig) -> list[Fault]:
+    """The longest sequence lies within the positions that the model knows."""
+    shape, longest = _shape_of(cfg), cfg.max_sequence_length
+    if shape is None or longest <= shape.max_position_embeddings:
+        return []
+    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+    reason = (
+        f"with data.max_prompt_length {prompt} a sequence may have {longest} tokens, and the model knows "
+        f"{shape.max_position_embeddings} positions (max_position_embeddings)"
+    )
+    cure = f"make the two sum to at most {shape.max_position_embeddings}"
+    return [Fault("data.max_response_length", response, reason, cure)]
+
+
+def engine_positions(cfg: RunConfig) -> list[Fault]:
+    """The engine is not asked for more positions than the model knows."""
+    shape, longest = _shape_of(cfg), cfg.rollout.max_model_len
+    if shape is None or longest is None or not cfg.is_rl or longest <= shape.max_position_embeddings:
+        return []
+    reason = f"the model knows {shape.max_position_embeddings} positions (max_position_embeddings)"
+    return [Fault("rollout.max_model_len", longest, reason, f"use at most {shape.max_position_embeddings}, or leave it out")]

@@ -1,0 +1,197 @@
+"""From YAML files and dotted key=value texts to a RunConfig, or to one ConfigError that lists every fault.
+
+Files are merged from left to right (mappings merge, lists and values replace), then the overrides are laid on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_rl.config import verl
+from megatron_rl.config.explain import MISSING, bad_value, refused_value, unknown_key
+from megatron_rl.config.reader import Entry, read_file, read_overrides
+from megatron_rl.config.run import RunConfig, cross_faults
+from megatron_rl.config.schema import Schema, schema_of
+from megatron_rl.errors import ConfigError, Fault
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config, and how verl's keys became its keys (empty when the sources use ours)."""
+
+    config: RunConfig
+    mapped: tuple[verl.Mapped, ...]
+    accepted: tuple[verl.Accepted, ...]
+
+
+@cache
+def run_schema() -> Schema:
+    """All keys of a run."""
+    return schema_of(RunConfig)
+
+
+def load_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that YAML files and `key=value` overrides describe. Raises ConfigError with all faults."""
+    return resolve(paths, overrides).config
+
+
+def resolve(paths: Sequence[str], overrides: Sequence[str] = ()) -> Resolved:
+    """As load_config, and tells how verl's keys were mapped."""
+    schema = run_schema()
+    entries, faults, complete = _read(paths, overrides, schema)
+    unreadable = {fault.key for fault in faults} & schema.keys.keys()
+    mapped: tuple[verl.Mapped, ...] = ()
+    accepted: tuple[verl.Accepted, ...] = ()
+    if verl.is_verl(entries):
+        translation = verl.translate(entries, schema)
+        entries, mapped, accepted = translation.entries, translation.mapped, translation.accepted
+        faults += translation.faults
+    known: dict[str, Entry] = {}
+    for entry in _known(entries, schema, faults):
+        known.pop(entry.key, None)
+        known[entry.key] = entry
+    for entry in list(known.values()):
+        key = schema.key_of(entry.key)
+        assert key is not None, entry
+        fault = bad_value(key, entry.value)
+        if fault:
+            faults.append(_placed(fault, known))
+            unreadable.add(key.name)
+            del known[entry.key]
+    config, refused = _build(known, schema, unreadable)
+    faults += [_placed(fault, known) for fault in refused if complete or fault.reason != MISSING]
+    if complete:
+        faults += [_placed(fault, known) for fault in cross_faults(config, frozenset(unreadable))]
+    if faults:
+        raise ConfigError(faults)
+    return Resolved(config, mapped, accepted)
+
+
+def _read(
+    paths: Sequence[str], overrides: Sequence[str], schema: Schema
+) -> tuple[list[Entry], list[Fault], bool]:
+    """Entries, faults, and whether each file could be read: one that could not may set any key."""
+    complete = True
+    entries: list[Entry] = []
+    faults: list[Fault] = []
+    for number, path in enumerate(paths):
+        if not Path(path).exists() and schema.section_of(path.lstrip("+") + ".") and "/" not in path:
+            cure = f"write key=value, for instance {path}=..."
+            faults.append(Fault(path, None, "is no file, and a setting needs a value", cure))
+            continue
+        found, wrong = read_file(path, number)
+        entries += found
+        faults += wrong
+        complete &= bool(found) or not wrong
+    found, wrong = read_overrides(list(overrides), len(paths))
+    return entries + found, faults + wrong, complete
+
+
+def _known(entries: list[Entry], schema: Schema, faults: list[Fault]) -> list[Entry]:
+    """Entries of keys that exist; the others become faults. A section with nothing in it says nothing."""
+    kept: list[Entry] = []
+    for entry in entries:
+        if entry.key in schema.sections and (entry.value is None or entry.value == {}):
+            continue
+        if schema.key_of(entry.key) is None:
+            faults.append(_placed(unknown_key(schema, entry.key, entry.value), {entry.key: entry}))
+        else:
+            kept.append(entry)
+    return kept
+
+
+def _placed(fault: Fault, entries: dict[str, Entry]) -> Fault:
+    """The fault with the place that set its key, where one did."""
+    entry = entries.get(fault.key.partition("[")[0])
+    return fault if entry is None else dataclasses.replace(fault, reason=f"{fault.reason} [set in {entry.where}]")
+
+
+def _build(known: dict[str, Entry], schema: Schema, unreadable: set[str]) -> tuple[RunConfig, list[Fault]]:
+    """The config, and the faults of values that do not fit. Such keys join `unreadable` and hold a stand-in."""
+    adapter = TypeAdapter(RunConfig)
+    tree = _nested(known.values(), schema)
+    faults: list[Fault] = []
+    while True:
+        try:
+            return adapter.validate_python(tree), faults
+        except ValidationError as error:
+            for one in error.errors(include_url=False):
+                name, fault = refused_value(schema, cast("dict[str, Any]", one))
+                if name not in unreadable:
+                    faults.append(fault)
+                unreadable.add(name)
+                _replace(tree, name, schema)
+
+
+def _replace(tree: dict[str, Any], name: str, schema: Schema) -> None:
+    """Put the default of a key in its place; for a required key, something of its type."""
+    *sections, leaf = name.split(".")
+    node = tree
+    for part in sections:
+        node = node[part]
+    key = schema.keys[name]
+    node.pop(leaf, None)
+    if key.required:
+        node[leaf] = [] if key.takes_list else ""
+
+
+def _nested(entries: Any, schema: Schema) -> dict[str, Any]:
+    """Entries as a tree with every section present, so that each error of pydantic names a key."""
+    tree: dict[str, Any] = {}
+    for name in sorted(schema.sections):
+        _node(tree, name.split("."))
+    for entry in entries:
+        *above, leaf = entry.key.split(".")
+        node = _node(tree, above)
+        if not (entry.value == {} and isinstance(node.get(leaf), dict)):
+            node[leaf] = entry.value
+    return tree
+
+
+def _node(tree: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    for part in parts:
+        below = tree.get(part)
+        if not isinstance(below, dict):
+            # A mapping laid over a single value replaces it.
+            below = tree[part] = {}
+        tree = cast("dict[str, Any]", below)
+    return tree
+
+
+def to_dict(cfg: RunConfig) -> dict[str, Any]:
+    """The run as nested dicts, lists and scalars: what a YAML file would hold."""
+    return dataclasses.asdict(cast(Any, cfg))
+
+
+def dump_yaml(cfg: RunConfig, *, only_changed: bool = False) -> str:
+    """The run as YAML that load_config reads back. only_changed: leave out what equals its default."""
+    tree = to_dict(cfg)
+    if only_changed:
+        schema = run_schema()
+        changed = [
+            Entry(key.name, value, "", 0)
+            for key in schema.keys.values()
+            for value in [value_of(tree, key.name)]
+            if key.required or value != key.default
+        ]
+        tree = {}
+        for entry in changed:
+            *above, leaf = entry.key.split(".")
+            _node(tree, above)[leaf] = entry.value
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=1_000_000)
+
+
+def value_of(tree: dict[str, Any], name: str) -> Any:
+    """The value of a dotted key in what to_dict returned."""
+    node: Any = tree
+    for part in name.split("."):
+        node = node[part]
+    return node

@@ -1,0 +1,123 @@
+"""The keys of a run, read from the section classes: what exists, what it means, what it is when not given."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key. required: it has no default. free: a mapping whose own keys are the user's."""
+
+    name: str
+    annotation: Any
+    default: Any
+    required: bool
+    doc: str
+
+    @property
+    def leaf(self) -> str:
+        """The part after the last dot."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def free(self) -> bool:
+        return dict in _parts(self.annotation)
+
+    @property
+    def number(self) -> str:
+        """"int" or "float" where the value is a number, else ""."""
+        kinds = _parts(self.annotation) & {int, float}
+        return kinds.pop().__name__ if kinds else ""
+
+    @property
+    def takes_list(self) -> bool:
+        return list in _parts(self.annotation)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All keys of a section class, and the names of the sections between them ("actor", "actor.optim")."""
+
+    keys: dict[str, Key]
+    sections: frozenset[str]
+
+    def section_of(self, name: str) -> str:
+        """The deepest section that `name` lies in; "" when its first part is no section."""
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self.sections:
+                return name
+        return ""
+
+    def key_of(self, name: str) -> Key | None:
+        """The key that `name` is, or that it lies in when that key is a free mapping."""
+        if name in self.keys:
+            return self.keys[name]
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self.keys:
+                return self.keys[name] if self.keys[name].free else None
+        return None
+
+    def suggest(self, name: str) -> list[str]:
+        """Keys that the writer of an unknown `name` may have meant, best first, at most three."""
+        leaf = name.rpartition(".")[2]
+        same_leaf = [key.name for key in self.keys.values() if key.leaf == leaf]
+        close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=3, cutoff=0.8)
+        leaves = {key.leaf for key in self.keys.values()}
+        close_leaves = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.8) if len(leaf) > 2 else []
+        near = [key.name for match in close_leaves for key in self.keys.values() if key.leaf == match]
+        # A slip in the leaf of a section that exists is likelier than a key of another section.
+        here = f"{self.section_of(name)}."
+        near.sort(key=lambda candidate: not candidate.startswith(here))
+        return list(dict.fromkeys([*same_leaf, *near, *close] if same_leaf or near else close))[:3]
+
+
+def _parts(annotation: Any) -> set[Any]:
+    """The plain types in an annotation: {int, NoneType} of Annotated[int, ...] | None."""
+    origin = get_origin(annotation)
+    if origin is typing.Annotated:
+        return _parts(get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return {part for argument in get_args(annotation) for part in _parts(argument)}
+    return {origin or annotation}
+
+
+def schema_of(cls: type[Any]) -> Schema:
+    """Keys of the section class `cls` and of the sections in it, in the order of declaration."""
+    keys: dict[str, Key] = {}
+    sections: set[str] = set()
+    _collect(cls, "", keys, sections)
+    return Schema(keys, frozenset(sections))
+
+
+def _collect(cls: type[Any], prefix: str, keys: dict[str, Key], sections: set[str]) -> None:
+    infos: dict[str, Any] = cls.__pydantic_fields__
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        name, hint, info = prefix + field.name, hints[field.name], infos[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            sections.add(name)
+            _collect(hint, name + ".", keys, sections)
+            continue
+        required = info.is_required()
+        default = None if required else info.get_default(call_default_factory=True)
+        assert default is not PydanticUndefined, name
+        keys[name] = Key(name, hint, default, required, _doc(cls, field.name))
+
+
+def _doc(cls: type[Any], field: str) -> str:
+    # pydantic reads the text under a field from the class that declares it, and not again for a subclass.
+    for base in cls.__mro__:
+        info = getattr(base, "__pydantic_fields__", {}).get(field)
+        if info is not None and info.description:
+            return info.description
+    return ""

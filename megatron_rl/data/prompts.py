@@ -1,0 +1,179 @@
+"""RL data: rows of prompts with what their reward needs, rendered to tokens and checked once, before work
+starts.
+
+Keys of a row (parquet and JSONL alike; prompt stands for data.prompt_key):
+    prompt                     a list of chat messages, or a string reward_model.ground_truth  what the reward
+    compares with; or ground_truth, answer or label (the first that is there) data_source                name
+    of the set, for rewards and metrics; the file's name without suffix when not there extra_info
+    a mapping handed to the reward; or metadata
+So verl's schema (data_source, prompt, ability, reward_model, extra_info), slime's (prompt, label, metadata)
+and plain rows (prompt, answer) are read as they are. Other keys are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megatron_rl.config.data import DataConfig
+from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, read_rows, refuse_bad_rows
+from megatron_rl.data.render import Message, Renderer
+from megatron_rl.errors import DataError
+from megatron_rl.types import Prompt
+
+GROUND_TRUTH_KEYS = ("ground_truth", "answer", "label")
+EXTRA_INFO_KEYS = ("extra_info", "metadata")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The usable prompts of some files, in file order, and what became of the rest."""
+
+    prompts: tuple[Prompt, ...]
+    num_rows: int
+    """Rows read: len(prompts) + num_filtered."""
+    num_filtered: int
+    """Rows left out because their prompt is longer than data.max_prompt_length."""
+    num_truncated: int
+    """Prompts of which only the last data.max_prompt_length tokens are kept."""
+
+
+class Length(NamedTuple):
+    """A row and its number of tokens."""
+
+    row: Row
+    num_tokens: int
+
+
+def load_prompts(
+    cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False
+) -> PromptSet:
+    """Read, check and render all rows of `files`.
+
+    `validation`: the rows are scored, so each needs a ground truth (in training a reward may do without one).
+    Prompts longer than cfg.max_prompt_length are an error, left out, or cut to their last tokens
+    (cfg.overlong_prompts). Raises DataError: unreadable files, rows that cannot be used (all of them, by file
+    and row), overlong prompts under the policy "error", no row left.
+    """
+    what = "data.val_files" if validation else "data.train_files"
+    rows = read_rows(files, what)
+    prompts: list[Prompt] = []
+    bad: list[tuple[Row, str]] = []
+    overlong: list[Length] = []
+    num_truncated = 0
+    for index, row in enumerate(rows):
+        try:
+            prompt = _read_prompt(cfg, row, index, renderer, need_truth=validation)
+        except BadRow as fault:
+            bad.append((row, str(fault)))
+            continue
+        if len(prompt.token_ids) > cfg.max_prompt_length:
+            overlong.append(Length(row, len(prompt.token_ids)))
+            if cfg.overlong_prompts != "truncate":
+                continue
+            prompt = _keep_last(prompt, cfg.max_prompt_length, renderer)
+            num_truncated += 1
+        prompts.append(prompt)
+    refuse_bad_rows(bad, len(rows), what)
+    if cfg.overlong_prompts == "error":
+        refuse_overlong(overlong, len(rows), cfg.max_prompt_length, "prompts", "data.max_prompt_length")
+    refuse_empty(len(prompts), len(rows), cfg.max_prompt_length, what)
+    return PromptSet(
+        tuple(prompts), len(rows), num_filtered=len(rows) - len(prompts), num_truncated=num_truncated
+    )
+
+
+def refuse_overlong(overlong: Sequence[Length], num_rows: int, limit: int, noun: str, key: str) -> None:
+    """Raise a DataError that counts the overlong rows, shows the first and says what helps, if there are
+    any."""
+    if not overlong:
+        return
+    longest = max(length.num_tokens for length in overlong)
+    head = (
+        f"{len(overlong)} of {num_rows} rows hold {noun} of more than {key} = {limit} tokens (longest: {longest}) "
+        f"-- raise {key} to {longest}, or set data.overlong_prompts to filter or truncate:"
+    )
+    lines = [f"  {length.row.where}: {length.num_tokens} tokens" for length in overlong[:NUM_SHOWN]]
+    if len(overlong) > NUM_SHOWN:
+        lines.append(f"  ... and {len(overlong) - NUM_SHOWN} more")
+    raise DataError("\n".join([head, *lines]))
+
+
+def refuse_empty(num_kept: int, num_rows: int, limit: int, what: str) -> None:
+    """Raise a DataError when the length filter has left no row."""
+    if num_kept == 0:
+        raise DataError(
+            f"{what}: none of the {num_rows} rows is within {limit} tokens, so the filter leaves nothing "
+            "-- raise data.max_prompt_length, or set data.overlong_prompts=truncate"
+        )
+
+
+def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) -> str | list[Message]:
+    """A row's prompt or conversation as plain values.
+
+    A parquet column gives every message the union of all messages' fields, None where a message lacks one;
+    those are taken out again, since chat templates ask whether a field is there.
+    """
+    if value is None:
+        raise BadRow(f"there is no {key!r} -- add it, or name the column in data.{kind}_key")
+    if isinstance(value, str) and kind == "prompt":
+        return value
+    if not isinstance(value, list):
+        allowed = "a list of messages or a string" if kind == "prompt" else "a list of messages"
+        raise BadRow(f"{key!r} is a {type(value).__name__} -- give {allowed}")
+    return [
+        {name: field for name, field in message.items() if field is not None}
+        if isinstance(message, dict)
+        else message
+        for message in value
+    ]
+
+
+def _read_prompt(cfg: DataConfig, row: Row, index: int, renderer: Renderer, *, need_truth: bool) -> Prompt:
+    values = row.values
+    prompt = read_messages(values.get(cfg.prompt_key), cfg.prompt_key, "prompt")
+    truth = _ground_truth(values)
+    if truth is None and need_truth:
+        keys = ", ".join(GROUND_TRUTH_KEYS)
+        raise BadRow(
+            f"there is no ground truth to score against -- add reward_model.ground_truth, or one of {keys}"
+        )
+    return Prompt(
+        index=index,
+        token_ids=tuple(renderer.prompt_ids(prompt)),
+        text=renderer.prompt_text(prompt),
+        data_source=str(values.get("data_source") or Path(row.file).stem),
+        ground_truth=truth,
+        extra_info=_extra_info(values),
+    )
+
+
+def _ground_truth(values: dict[str, Any]) -> Any:
+    reward_model = values.get("reward_model")
+    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    return next((values[key] for key in GROUND_TRUTH_KEYS if values.get(key) is not None), None)
+
+
+def _extra_info(values: dict[str, Any]) -> dict[str, Any]:
+    for key in EXTRA_INFO_KEYS:
+        found = values.get(key)
+        if found is not None:
+            if not isinstance(found, dict):
+                raise BadRow(f"{key!r} is a {type(found).__name__} -- give a mapping")
+            return found
+    return {}
+
+
+def _keep_last(prompt: Prompt, num_tokens: int, renderer: Renderer) -> Prompt:
+    kept = prompt.token_ids[-num_tokens:]
+    return Prompt(
+        index=prompt.index,
+        token_ids=kept,
+        text=renderer.decode(kept, skip_special_tokens=False),
+        data_source=prompt.data_source,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+    )

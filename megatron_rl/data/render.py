@@ -1,0 +1,310 @@
+"""From messages and strings to token ids and back: the only user of a tokenizer.
+
+Two ways to write messages as text (data.chat_template):
+    tokenizer  the tokenizer's own chat template
+    plain      the contents joined with nothing between; each assistant message is followed by the end token
+A prompt that is a string is used as it is in both: no template, and no special token is added (a string that
+needs a beginning-of-sequence token holds it as text).
+
+No mask and no length is ever derived from the pad id, so a tokenizer whose pad token is its end token is as
+good as another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_rl.config.data import DataConfig
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.data.files import BadRow
+from megatron_rl.errors import DataError, MissingDependency
+
+Message = dict[str, Any]
+NUM_PROBES = 64
+
+
+class Renderer:
+    """A tokenizer and the way messages become text.
+
+    Raises DataError when the folder holds no tokenizer, or one that does not give its own texts back.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        chat_template: Literal["tokenizer", "plain"] = "tokenizer",
+        template_kwargs: dict[str, Any] | None = None,
+        model_path: str | None = None,
+    ) -> None:
+        """`model_path`: folder whose generation_config.json may name more end tokens; else tokenizer_path."""
+        self.tokenizer_path = tokenizer_path
+        self._plain = chat_template == "plain"
+        self._template_kwargs = dict(template_kwargs or {})
+        self._tokenizer = _load_tokenizer(tokenizer_path)
+        self._check_round_trip()
+        self._eos_token_ids = self._find_eos_token_ids(Path(model_path or tokenizer_path))
+
+    @classmethod
+    def from_config(cls, model: ModelConfig, data: DataConfig) -> Renderer:
+        """The renderer of a run."""
+        return cls(
+            tokenizer_path=model.tokenizer_path or model.path,
+            chat_template=data.chat_template,
+            template_kwargs=data.apply_chat_template_kwargs,
+            model_path=model.path,
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a response: the tokenizer's end token first, then those of generation_config.json."""
+        return self._eos_token_ids
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's pad id; the first end id, or else 0, where it has none."""
+        if self._tokenizer.pad_token_id is not None:
+            return self._tokenizer.pad_token_id
+        return self._eos_token_ids[0] if self._eos_token_ids else 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model may have more rows than this, never fewer."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; no special token is added, but those written in the text become their ids."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, by default without special tokens."""
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def prompt_text(self, prompt: str | list[Message]) -> str:
+        """The text that the model is given: for messages, the head of the assistant's turn included."""
+        if isinstance(prompt, str):
+            return prompt
+        check_messages(prompt)
+        if prompt[-1]["role"] == "assistant":
+            raise BadRow("the prompt ends with an assistant message -- leave the answer out of the prompt")
+        return self._write(prompt, add_generation_prompt=True)
+
+    def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
+        """Token ids of a prompt, as an engine is given them.
+
+        Raises BadRow where the text is empty or the tokenizer has no tokens for some of it.
+        """
+        return self._encode_whole(self.prompt_text(prompt))
+
+    def sft_ids(self, prompt: str | list[Message], response: str) -> tuple[list[int], list[bool]]:
+        """(token ids, loss mask) of a prompt and its response, the mask True on the response and its end
+        token.
+
+        The ids begin with prompt_ids(prompt): the model is trained on the tokens that it is given later.
+        """
+        if isinstance(prompt, str):
+            return self._join([(prompt, False), (prompt + response + self._end_text(), True)])
+        last = {"role": "assistant", "content": response}
+        return self._join([(self.prompt_text(prompt), False), (self._write([*prompt, last]), True)])
+
+    def conversation_ids(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+        """(token ids, loss mask) of a conversation, the mask True on assistant messages and their end tokens.
+
+        The conversation is rendered up to the start and up to the end of each assistant message. Where one
+        rendering does not begin with the one before it, the template rewrites earlier turns, no mask would be
+        right, and BadRow is raised.
+        """
+        check_messages(messages)
+        if messages[0]["role"] == "assistant":
+            raise BadRow(
+                "the conversation begins with an assistant message -- begin with a user or system message"
+            )
+        texts: list[tuple[str, bool]] = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                texts.append((self._write(messages[:index], add_generation_prompt=True), False))
+                texts.append((self._write(messages[: index + 1]), True))
+        if not texts:
+            raise BadRow("there is no assistant message to train on -- add one, or leave the row out")
+        if messages[-1]["role"] != "assistant":
+            texts.append((self._write(messages), False))
+        return self._join(texts)
+
+    def ends_with_eos(self, ids: Sequence[int], loss_mask: Sequence[bool]) -> bool:
+        """Whether the last trained token is an end token. If not, the sample does not teach when to stop."""
+        trained = [token for token, on in zip(ids, loss_mask, strict=True) if on]
+        return bool(trained) and trained[-1] in self._eos_token_ids
+
+    def _join(self, texts: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """Ids and mask of growing texts; a text's flag says whether what it adds to the last is trained on.
+
+        What a text adds keeps the ids of the text before it: if encoding the whole would merge characters
+        across the seam (a response that starts with the newline that ends the template's head), the addition
+        is encoded by itself.
+        """
+        before = ""
+        ids: list[int] = []
+        mask: list[bool] = []
+        for text, trained in texts:
+            if not text.startswith(before):
+                raise BadRow(
+                    "the chat template rewrites earlier turns when later ones are added "
+                    f"({_first_difference(before, text)}), so no loss mask would be right -- write one row for "
+                    "each response (prompt and response keys), or set data.chat_template=plain"
+                )
+            whole = self.encode(text)
+            added = whole[len(ids) :] if whole[: len(ids)] == ids else self.encode(text[len(before) :])
+            mask += self._trained(added) if trained else [False] * len(added)
+            ids += added
+            before = text
+        self._check_lossless(before, ids)
+        return ids, mask
+
+    def _trained(self, added: list[int]) -> list[bool]:
+        """True up to the last end token; what a template writes after it is no part of the response."""
+        ends = [position for position, token in enumerate(added) if token in self._eos_token_ids]
+        last = ends[-1] if ends else len(added) - 1
+        return [position <= last for position in range(len(added))]
+
+    def _write(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+        if self._plain:
+            return "".join(
+                message["content"] + (self._end_text() if message["role"] == "assistant" else "")
+                for message in messages
+            )
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"{self.tokenizer_path}: the tokenizer has no chat template to render messages with "
+                "-- set data.chat_template=plain, or add a chat_template to tokenizer_config.json"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            reason = str(error) or type(error).__name__
+            raise BadRow(f"the chat template refuses the messages: {reason}") from error
+        assert isinstance(text, str)
+        return text
+
+    def _end_text(self) -> str:
+        if not self._eos_token_ids:
+            raise DataError(
+                f"{self.tokenizer_path}: neither the tokenizer nor generation_config.json names an end token, "
+                "so responses would never end -- set eos_token in tokenizer_config.json"
+            )
+        return self.decode([self._eos_token_ids[0]], skip_special_tokens=False)
+
+    def _encode_whole(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        self._check_lossless(text, ids)
+        return ids
+
+    def _check_lossless(self, text: str, ids: list[int]) -> None:
+        """A tokenizer may drop characters it has no token for without a word; the model would be asked
+        something else."""
+        if not text:
+            raise BadRow("the text is empty -- leave the row out")
+        decoded = self.decode(ids, skip_special_tokens=False)
+        if not ids or (decoded != text and _visible(decoded) != _visible(text)):
+            lost = _first_difference(_visible(text), _visible(decoded))
+            raise BadRow(
+                f"the tokenizer does not give the text back ({lost}) -- take out what it has no tokens for"
+            )
+
+    def _check_round_trip(self) -> None:
+        """Encode and decode texts of the tokenizer's own vocabulary.
+
+        Each probe is the text of one token: joined tokens may mean nothing, since a word-level vocabulary
+        needs spaces that a character-level one may lack. Spaces and compatibility forms may differ. A few
+        tokens may be out of reach in a sound tokenizer; a tenth may not.
+        """
+        special = set(self._tokenizer.all_special_ids)
+        ids = [number for number in sorted(self._tokenizer.get_vocab().values()) if number not in special]
+        probes = [self.decode([number]) for number in ids[:: max(1, len(ids) // NUM_PROBES)]]
+        probes = [text for text in probes if _visible(text) and "\ufffd" not in text]
+        failed = [text for text in probes if _visible(self.decode(self.encode(text))) != _visible(text)]
+        if not probes or len(failed) * 10 > len(probes):
+            example = ""
+            if failed:
+                ids = self.encode(failed[0])
+                example = f", for instance {failed[0]!r} becomes {ids} and then {self.decode(ids)!r}"
+            raise DataError(
+                f"{self.tokenizer_path}: the tokenizer does not round-trip: {len(failed)} of {len(probes)} texts "
+                f"of its own vocabulary do not come back{example}. transformers loaded it as "
+                f"{type(self._tokenizer).__name__}; it picks the class by model_type in config.json, whatever "
+                "tokenizer.json holds -- use the tokenizer.json that belongs to that class (Qwen2: byte-level "
+                "BPE), or keep the tokenizer in a folder without config.json, with tokenizer_class "
+                "PreTrainedTokenizerFast in its tokenizer_config.json, and name it in model.tokenizer_path"
+            )
+
+    def _find_eos_token_ids(self, model_folder: Path) -> tuple[int, ...]:
+        found: list[int] = []
+        if self._tokenizer.eos_token_id is not None:
+            found.append(self._tokenizer.eos_token_id)
+        path = model_folder / "generation_config.json"
+        if path.is_file():
+            try:
+                named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise DataError(f"{path}: not a JSON object ({error}) -- write the file again") from error
+            found += [] if named is None else named if isinstance(named, list) else [named]
+        return tuple(dict.fromkeys(found))
+
+
+def check_messages(messages: object) -> None:
+    """Raise BadRow unless `messages` is a list, not empty, of {"role": str, "content": str, ...}."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRow(
+            f"expected a list of messages, found {_short(messages)} -- give [{{role, content}}, ...]"
+        )
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise BadRow(f"message {number} is {_short(message)} -- give {{role, content}}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise BadRow(f"message {number} has {key} = {_short(message.get(key))} -- give a string")
+
+
+def _load_tokenizer(path: str) -> Any:
+    if not Path(path).is_dir():
+        raise DataError(
+            f"{path}: there is no such folder -- name a local folder with tokenizer.json in model.tokenizer_path"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingDependency("tokenizers need transformers -- pip install transformers") from error
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exception for a tokenizer.json that it cannot read
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise DataError(
+            f"{path}: no tokenizer can be loaded ({type(error).__name__}: {reason}) "
+            "-- the folder needs tokenizer.json and tokenizer_config.json"
+        ) from error
+
+
+def _visible(text: str) -> str:
+    """`text` in compatibility form, without spaces and control characters: what every tokenizer keeps."""
+    chars = unicodedata.normalize("NFKC", text)
+    return "".join(char for char in chars if unicodedata.category(char)[0] not in "CZ")
+
+
+def _first_difference(expected: str, found: str) -> str:
+    start = len(os.path.commonprefix([expected, found]))
+    here = slice(start, start + 20)
+    return f"expected {expected[here]!r} at character {start + 1}, found {found[here]!r}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,71 @@
+"""Every error that megatron_rl raises on purpose. Imports nothing heavy: `megatron-rl check` loads this on a login node.
+
+Each message names the thing at fault (a key, or a file and row), its value, the reason and the cure. All classes survive
+pickling, so an error in a Ray worker reaches the controller as itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class MegatronRLError(Exception):
+    """Root of the errors below; catching it catches what this package refuses, and no programming error."""
+
+
+class DataError(MegatronRLError, ValueError):
+    """A data file, row or tokenizer that cannot be used as it is."""
+
+
+class CheckpointError(MegatronRLError, ValueError):
+    """Weights or a checkpoint that are missing, surplus, misshaped or could not be written."""
+
+
+class ReshardError(MegatronRLError, RuntimeError):
+    """A weight transfer that would leave the engine different from the trainer."""
+
+
+class RolloutError(MegatronRLError, RuntimeError):
+    """An engine that cannot serve a request as it was asked."""
+
+
+class RewardError(MegatronRLError, RuntimeError):
+    """A reward that cannot be loaded, or that fails on too many samples."""
+
+
+class ClusterError(MegatronRLError, RuntimeError):
+    """Processes or resources that cannot be had, or a worker that died or did not answer in time."""
+
+
+class FlowError(MegatronRLError, ValueError):
+    """A flow whose nodes do not fit together."""
+
+
+class MissingDependency(MegatronRLError, ImportError):
+    """An optional package that is not installed; the message holds the pip command."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a config: which key, what it holds, why that cannot be, and what to write instead."""
+
+    key: str
+    value: object
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.value!r} -- {self.reason} -- {self.cure}"
+
+
+class ConfigError(MegatronRLError, ValueError):
+    """A config that cannot run. `faults` lists every fault found, not the first one."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__(faults)
+        self.faults = list(faults)
+
+    def __str__(self) -> str:
+        count = len(self.faults)
+        head = f"{count} fault{'s' if count != 1 else ''} in the configuration (key: value -- reason -- cure):"
+        return "\n".join([head, *(f"  {fault}" for fault in self.faults)])

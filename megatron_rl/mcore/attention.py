@@ -1,0 +1,81 @@
+"""Causal attention over packed sequences: Megatron's core_attention slot, RoPE included.
+
+Megatron's own rotary code splits a packed batch in Python, per layer, and synchronises the device; here cosines and
+sines are computed once a micro-batch (packing.py) and applied to all tokens at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_rl.mcore.packing import Packed
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [t, heads, head_dim] by [t, 1, head_dim]; in x's dtype, as transformers and vLLM do."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float
+) -> torch.Tensor:
+    """SDPA over padded groups of like length. q [t, heads, d], k and v [t, kv_heads, d] -> [t, heads, d].
+
+    Causality keeps pads, which lie right of the real tokens, out of every real token's sight.
+    """
+    outputs = []
+    for group in packed.groups:
+        q, k, v = (x[group.index].transpose(1, 2) for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1)[group.real])
+    return torch.cat(outputs)[packed.inverse]
+
+
+def varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float
+) -> torch.Tensor:
+    """torch's variable-length flash attention (CUDA, half precision). Shapes as grouped_attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    out = varlen_attn(
+        query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
+        scale=scale, window_size=(-1, 0),
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+class PackedAttention(MegatronModule):
+    """Core attention for packed sequences; flash attention on CUDA in half precision, padded SDPA elsewhere."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *_: Any,
+        packed_seq_params: Packed | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """q [t, heads, d], k and v [t, kv_heads, d] -> [t, heads * d]."""
+        packed = packed_seq_params
+        assert isinstance(packed, Packed), "sequences come packed (mcore.packing.pack)"
+        assert packed.cos is not None and packed.sin is not None
+        query = apply_rotary(query, packed.cos, packed.sin)
+        key = apply_rotary(key, packed.cos, packed.sin)
+        flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        attend = varlen_attention if flash else grouped_attention
+        return attend(query, key, value, packed, self.scale).flatten(1)

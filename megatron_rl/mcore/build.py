@@ -1,0 +1,219 @@
+"""From a model's shape to a Megatron-Core model that trains. The only place that names megatron's model classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config.actor import ActorConfig, OptimConfig, ParallelConfig
+from megatron_rl.config.layout import ModelShape
+from megatron_rl.mcore.attention import PackedAttention
+from megatron_rl.mcore.logprobs import VocabShard
+from megatron_rl.mcore.norm import RMSNorm
+from megatron_rl.weights.spec import padded_vocab
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PolicyModel(GPTModel):
+    """GPTModel that ends at the hidden states: the head's logits are never built whole (mcore/logprobs.py)."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
+
+    def head_weight(self) -> torch.Tensor:
+        """[v / tp, h]: the output matrix, or the embedding it is tied to."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None
+        return weight
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model on this rank, ready to run forward. chunks are what the pipeline schedule takes."""
+
+    shape: ModelShape
+    config: TransformerConfig
+    chunks: list[torch.nn.Module]
+
+    @property
+    def models(self) -> list[PolicyModel]:
+        """The chunks without their data-parallel wrapper."""
+        return [cast(PolicyModel, c.module if isinstance(c, DistributedDataParallel) else c) for c in self.chunks]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.chunks[0].parameters()).device
+
+    def vocab_shard(self) -> VocabShard:
+        """This tensor-parallel rank's part of the vocabulary."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        rows = padded_vocab(self.shape, group.size()) // group.size()
+        start = group.rank() * rows
+        return VocabShard(start, max(0, min(rows, self.shape.vocab_size - start)), group)
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A policy with its optimizer and learning-rate schedule."""
+
+    policy: Policy
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) -> TransformerConfig:
+    """Megatron's config for `shape`. Fusions that need CUDA extensions stay off: they change speed, not the model."""
+    half = dtype == "bfloat16"
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=DTYPES[dtype],
+        pipeline_dtype=DTYPES[dtype],
+        bf16=half,
+        autocast_dtype=DTYPES[dtype],
+        # Weights are loaded or drawn by weights/: megatron's own draw would be thrown away.
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        # Losses arrive weighted by global counts, so gradients are plain sums over tokens and ranks.
+        calculate_per_token_loss=True,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=False,
+        variable_seq_lengths=parallel.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # megatron-core 0.16 drops an output's storage while gloo may still be sending it.
+        deallocate_pipeline_outputs=torch.cuda.is_available() and parallel.pp > 1,
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layer with this package's norm and attention."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.submodules.core_attention = PackedAttention
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=RMSNorm)
+
+
+def build_policy(shape: ModelShape, parallel: ParallelConfig, dtype: str, device: torch.device) -> Policy:
+    """An uninitialised model on this rank (fill it with convert.load_hf). Needs megatron's groups."""
+    config = transformer_config(shape, parallel, dtype)
+    # Dropout is off and weights come from elsewhere: the seed only makes megatron's tracker exist.
+    model_parallel_cuda_manual_seed(0)
+    with torch.device(device):
+        model = PolicyModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(config),  # type: ignore[arg-type]
+            vocab_size=padded_vocab(shape, parallel.tp),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            # PackedAttention applies RoPE itself.
+            position_embedding_type="none",
+        )
+    return Policy(shape, config, [model.to(device=device, dtype=DTYPES[dtype])])
+
+
+def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trainable:
+    """Wrap a filled policy for training. Its weights must be loaded: the optimizer copies them as its masters.
+
+    total_steps: optimizer steps of the run, for the decay of the learning rate.
+    """
+    half = policy.config.params_dtype == torch.bfloat16
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=actor.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+    )
+    chunks: list[torch.nn.Module] = [
+        DistributedDataParallel(policy.config, ddp_config, chunk) for chunk in policy.chunks
+    ]
+    optim = actor.optim
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=optim.lr * optim.min_lr_ratio,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.adam_beta1,
+            adam_beta2=optim.adam_beta2,
+            adam_eps=optim.adam_eps,
+            clip_grad=optim.grad_clip,
+            bf16=half,
+            params_dtype=policy.config.params_dtype,
+            use_distributed_optimizer=actor.use_distributed_optimizer,
+        ),
+        cast(Any, chunks),
+        use_gloo_process_groups=False,
+    )
+    # Megatron asks the config of a model how gradients are finished; the token count is already in the loss weights.
+    config: Any = policy.config
+    config.finalize_model_grads_func = _finalize_without_token_count
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = _no_sync(chunks)
+    return Trainable(Policy(policy.shape, policy.config, chunks), optimizer, _scheduler(optimizer, optim, total_steps))
+
+
+def _finalize_without_token_count(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _no_sync(chunks: list[torch.nn.Module]) -> Callable[[], Any]:
+    assert len(chunks) == 1
+    return cast(Any, chunks[0]).no_sync
+
+
+def _scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
+    decay_steps = optim.lr_decay_steps or total_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.lr * optim.min_lr_ratio,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        # step.py advances the schedule before each update (update 1 has a rate above 0), and min_lr is reached one
+        # step after the last, so that no update of the run is made with a rate of 0.
+        lr_decay_steps=max(decay_steps, optim.lr_warmup_steps) + 1,
+        lr_decay_style=optim.lr_scheduler,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,152 @@
+"""What Megatron-Core needs to train on CPU and gloo. Does nothing where CUDA is.
+
+Megatron-Core writes `device="cuda"` and torch.cuda calls in places that no setting reaches. `install()` maps them to the
+CPU, in this module only; the training arithmetic is untouched. Each block says which call it answers. It serves
+megatron-core 0.16 to 0.19 and may run before or after `import megatron.core`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_FACTORIES = (
+    "tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "eye", "linspace",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "as_tensor",
+)  # fmt: skip
+_installed = False
+
+
+def install() -> None:
+    """Make this process able to run Megatron-Core without a GPU. Safe to call twice; returns at once where CUDA is."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    _redirect_devices()
+    _stub_streams()
+    _map_rng()
+    _patch_megatron()
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _redirect_devices() -> None:
+    # optimizer, clip_grads, schedules, transformer.utils and moe build tensors with a literal device="cuda".
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return factory(*args, **kwargs)
+
+        return build
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    # param_and_grad_buffer, mappings, layers, p2p and the router use it as a device.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    plain_to, plain_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return plain_to(self, *args, **kwargs)
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # distrib_optimizer, optimizer and clip_grads compare type() with "torch.cuda.FloatTensor".
+        if args or kwargs:
+            return plain_type(self, *args, **kwargs)
+        return plain_type(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: everything on a CPU is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = record = record_event = wait = _nothing
+
+
+def _stub_streams() -> None:
+    # p2p communication, start_grad_sync (0.19) and the moe dispatcher order their work on streams.
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = cuda.ExternalStream = _NoStream
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoStream()
+
+    @contextlib.contextmanager
+    def stream(_: object) -> Iterator[None]:
+        yield
+
+    cuda.stream = stream
+    for name in ("synchronize", "set_device", "empty_cache"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+
+
+def _map_rng() -> None:
+    # The RNG tracker and activation recompute keep "CUDA" generator states: here, the CPU generator's.
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+
+
+def _patch_megatron() -> None:
+    import megatron.core.optimizer as optimizer
+    import megatron.core.tensor_parallel.random as tp_random
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    from megatron_rl.mcore.adam import FusedInterfaceAdam
+
+    random: Any = tp_random
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    if not hasattr(random, "FP8GlobalStateManager"):
+        # CheckpointWithoutOutput asks it even with fp8 off; without Transformer Engine it does not exist.
+        random.FP8GlobalStateManager = type(
+            "NoFP8", (), {"is_fp8_enabled": staticmethod(lambda: False), "IS_FIRST_FP8_MODULE": False}
+        )
+        random.activation_recompute_forward = lambda **kwargs: contextlib.nullcontext()
+        random.fp8_autocast = lambda **kwargs: contextlib.nullcontext()
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+    def to_numpy(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        # The original converts only CUDA tensors, and gloo's all-to-all refuses tensors as split sizes.
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_numpy  # type: ignore[assignment]
+    # The distributed optimizer's checkpoint expects the fused Adam's layout: one step per group, not per parameter.
+    patched: dict[Any, dict[str, Any]] = {
+        optimizer: {"Adam": FusedInterfaceAdam, "USING_PYTORCH_OPTIMIZER": False},
+        distrib_optimizer: {"Adam": FusedInterfaceAdam, "HAVE_APEX_OR_TE": True, "USING_APEX_OPTIMIZER": True},
+    }
+    for module, names in patched.items():
+        for name, value in names.items():
+            setattr(module, name, value)

@@ -1,0 +1,146 @@
+"""Forward passes and optimizer steps over packed micro-batches, under Megatron's pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from megatron_rl.mcore.build import Policy, Trainable
+from megatron_rl.mcore.logprobs import linear_logprobs
+from megatron_rl.mcore.packing import MicroBatch, pack
+from megatron_rl.parallel.collectives import reduce_metrics
+from megatron_rl.types import Metric, StepReport, TrainBatch
+
+TokenLoss = Callable[
+    [torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]
+]
+"""(logprobs [n], entropy [n], columns {name: [n]}) -> (losses [n], {metric: values [n]}). Nothing is averaged here."""
+
+
+def pack_all(policy: Policy, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
+    """Micro-batches on the model's device, padded as sequence parallelism needs."""
+    config, shape = policy.config, policy.shape
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return [
+        pack(
+            batch,
+            head_dim=shape.head_dim,
+            rope_theta=shape.rope_theta,
+            device=policy.device,
+            multiple=multiple,
+        )
+        for batch in batches
+    ]
+
+
+def _forward(model: Any, micro: MicroBatch) -> torch.Tensor:
+    return model(
+        input_ids=micro.tokens,
+        position_ids=None,
+        attention_mask=None,
+        packed_seq_params=micro.packed,
+    )
+
+
+def _head(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities and entropies [n] float32, and greedy hits [n] bool, at the trained tokens, from [t (/ tp), 1, h] hidden states."""
+    if policy.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    rows = hidden.squeeze(1).index_select(0, micro.predictors)
+    return linear_logprobs(rows, policy.models[-1].head_weight(), micro.targets, temperature, policy.vocab_shard())
+
+
+def _run(policy: Policy, micros: list[MicroBatch], loss_of: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool) -> list[Any]:
+    """Drive all micro-batches through the schedule; returns what loss_of said of each (last stage only)."""
+
+    def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        micro = next(iterator)
+        return _forward(model, micro), lambda hidden: loss_of(micro, hidden)
+
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(micros),
+        model=policy.chunks,
+        num_microbatches=len(micros),
+        seq_length=max(micro.tokens.shape[1] for micro in micros),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+@torch.no_grad()
+def forward_logprobs(policy: Policy, batches: Sequence[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
+    """Per micro-batch {"logprobs", "entropy", "greedy"}, each [T] float32 on the CPU, 0 where loss_mask is False.
+
+    batches: this data-parallel rank's micro-batches. The distribution is softmax(logits / temperature).
+    """
+
+    def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
+        zero = hidden.new_zeros((), dtype=torch.float32)
+        return zero, torch.zeros((), dtype=torch.int), _head(policy, hidden, micro, temperature)
+
+    for chunk in policy.chunks:
+        chunk.eval()
+    found = _run(policy, pack_all(policy, batches), loss_of, forward_only=True)
+    return [
+        {name: _scatter(batch, values) for name, values in zip(("logprobs", "entropy", "greedy"), columns, strict=True)}
+        for batch, columns in zip(batches, found, strict=True)
+    ]
+
+
+def _scatter(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
+    column = torch.zeros(batch.num_tokens, dtype=torch.float32)
+    column[batch.loss_mask] = values.float().cpu()
+    return column
+
+
+def _add(found: Sequence[tuple[dict[str, torch.Tensor], dict[str, float]]]) -> dict[str, Metric]:
+    """Sums and counts of all micro-batches of this rank."""
+    names = list(found[0][0])
+    sums = torch.stack([torch.stack([values[name].float() for name in names]) for values, _ in found]).double().sum(0)
+    return {
+        name: Metric(total, sum(counts[name] for _, counts in found))
+        for name, total in zip(names, sums.tolist(), strict=True)
+    }
+
+
+def train_step(trainable: Trainable, batches: Sequence[TrainBatch], token_loss: TokenLoss, temperature: float) -> tuple[StepReport, list[torch.Tensor]]:
+    """One optimizer step over the global mini-batch; this rank holds `batches`, one per micro-batch.
+
+    The loss is sum(loss_weights * token_loss) over all tokens of all ranks. The column loss_weights holds global
+    denominators, so neither the split into micro-batches nor the number of ranks changes the gradient.
+    Returns the report and, per micro-batch, the log-probabilities [T] that the update started from.
+    """
+    policy = trainable.policy
+    for chunk in policy.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+    trainable.optimizer.zero_grad()
+
+    def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
+        logprobs, entropy, _ = _head(policy, hidden, micro, temperature)
+        losses, values = token_loss(logprobs, entropy, micro.columns)
+        loss = (micro.columns["loss_weights"] * losses).sum()
+        # Kept on the device: reading a number here would stall the GPU once a micro-batch.
+        sums = {"loss": loss, **{name: value.sum() for name, value in values.items()}}
+        counts = {"loss": 1.0, **{name: float(value.numel()) for name, value in values.items()}}
+        return loss, torch.ones((), dtype=torch.int), ({n: v.detach().clone() for n, v in sums.items()}, counts, logprobs.detach())
+
+    found = _run(policy, pack_all(policy, batches), loss_of, forward_only=False)
+    trainable.scheduler.step(increment=1)
+    lr = trainable.optimizer.param_groups[0]["lr"]
+    updated, grad_norm, _ = trainable.optimizer.step()
+    assert updated, "the optimizer skipped a step: gradients are not finite"
+    total = reduce_metrics(_add([(sums, counts) for sums, counts, _ in found]), parallel_state.get_data_parallel_group(with_context_parallel=True))
+    report = StepReport(loss=total.pop("loss").total, grad_norm=float(grad_norm), lr=lr, metrics=total)
+    return report, [_scatter(batch, logprobs) for batch, (_, _, logprobs) in zip(batches, found, strict=True)]

@@ -1,0 +1,57 @@
+"""Megatron's process groups from a Topology. The one place that starts torch.distributed and megatron's parallel_state."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_rl.parallel.topology import Topology
+
+
+def init_process_group(rank: int, world: int, device: str, timeout_s: float = 600.0) -> None:
+    """Join the default process group (nccl on cuda, gloo on cpu); MASTER_ADDR and MASTER_PORT say where."""
+    if torch.distributed.is_initialized():
+        return
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def init_model_parallel(topology: Topology) -> None:
+    """Build megatron's groups for `topology` over the default process group.
+
+    Raises RuntimeError where megatron already holds groups of another shape: a process has one layout.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=topology.tp,
+            pipeline_model_parallel_size=topology.pp,
+            context_parallel_size=topology.cp,
+            create_gloo_process_groups=False,
+        )
+    rank = torch.distributed.get_rank()
+    at = topology.coords(rank)
+    seen = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    if seen != (at.tp, at.cp, at.dp, at.pp):
+        raise RuntimeError(
+            f"rank {rank}: megatron places it at (tp, cp, dp, pp) = {seen}, the topology at "
+            f"{(at.tp, at.cp, at.dp, at.pp)}; a process cannot change its layout, start new ones"
+        )
+
+
+def destroy() -> None:
+    """Leave all groups (tests run several layouts in one process)."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,31 @@
+"""Reward for mathematics: is the response's final answer equal to the ground truth as an expression?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.errors import MissingDependency
+
+
+def math_equal(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 where math-verify finds the response's last answer (boxed, LaTeX or plain) equal to the ground truth,
+    else 0.
+
+    To be called in the main thread of a process, as the reward pool does: math-verify bounds its own work by
+    SIGALRM, which other threads cannot use. Raises ValueError where the ground truth is missing or is no
+    expression.
+    """
+    try:
+        import math_verify
+    except ImportError as error:
+        raise MissingDependency("the reward 'math' needs math-verify -- pip install math-verify") from error
+    if ground_truth is None:
+        raise ValueError("the sample has no ground truth -- add reward_model.ground_truth to its row")
+    text = str(ground_truth).strip()
+    # Boxed, so that a bare LaTeX expression is read as LaTeX; plain text is tried when that finds nothing.
+    truth = math_verify.parse(f"\\boxed{{{text}}}") or math_verify.parse(text)
+    if not truth:
+        raise ValueError(
+            f"math-verify finds no expression in the ground truth {text!r} -- use reward.function=exact_match"
+        )
+    return float(math_verify.verify(truth, math_verify.parse(solution_str)))

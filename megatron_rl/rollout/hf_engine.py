@@ -1,0 +1,111 @@
+"""transformers as a rollout engine: slow, plain, and the yardstick for the fast one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megatron_rl.errors import RolloutError
+from megatron_rl.rollout.engine import EngineSettings, Request, Sample, Sampling, check_requests
+
+
+class HfEngine:
+    """A causal LM of transformers with a KV cache, sampled token by token."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if settings.needs_text:
+            raise RolloutError("rollout.stop: the hf engine sees no text; use rollout.name=vllm or leave stop empty")
+        self._settings = settings
+        self._version = -1
+        config = AutoConfig.from_pretrained(settings.model_path)
+        dtype = getattr(torch, settings.dtype)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        self._model.to(settings.device)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+        """See RolloutEngine. Prompts of one length at a time, so that no padding enters the model."""
+        check_requests(requests, sampling, self._settings.max_model_len, self._version)
+        by_length: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            by_length.setdefault(len(request.token_ids), []).append(i)
+        found: dict[int, list[Sample]] = {}
+        for members in by_length.values():
+            rows = self._generate([requests[i] for i in members], sampling)
+            for k, i in enumerate(members):
+                found[i] = rows[k * sampling.n : (k + 1) * sampling.n]
+        return [found[i] for i in range(len(requests))]
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+        device = self._model.device
+        ids = torch.tensor([r.token_ids for r in requests for _ in range(sampling.n)], device=device)
+        seeds = [None if r.seed is None else r.seed + i for r in requests for i in range(sampling.n)]
+        generators = [None if seed is None else torch.Generator(device).manual_seed(seed) for seed in seeds]
+        stops = torch.tensor(sampling.stop_token_ids, device=device)
+        done = torch.zeros(len(seeds), dtype=torch.bool, device=device)
+        tokens, logprobs, live = [], [], []
+        cache = None
+        for _ in range(sampling.max_tokens):
+            out = self._model(ids, past_key_values=cache, use_cache=True)
+            ids, cache = self._pick(out.logits[:, -1].float(), sampling, generators), out.past_key_values
+            scaled = out.logits[:, -1].float() / (sampling.temperature or 1.0)
+            tokens.append(ids.squeeze(1))
+            logprobs.append(torch.log_softmax(scaled, -1).gather(1, ids).squeeze(1))
+            live.append(~done)
+            done = done | torch.isin(ids.squeeze(1), stops)
+            if bool(done.all()):
+                break
+        columns = zip(*(torch.stack(x, 1).tolist() for x in (tokens, logprobs, live)), done.tolist(), strict=True)
+        return [
+            Sample(tuple(row[: sum(alive)]), tuple(probs[: sum(alive)]), "stop" if stopped else "length")
+            for row, probs, alive, stopped in columns
+        ]
+
+    @staticmethod
+    def _pick(
+        logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator | None]
+    ) -> torch.Tensor:
+        """[b, v] logits -> [b, 1] sampled ids."""
+        if sampling.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        logits = logits / sampling.temperature
+        if sampling.top_k > 0:
+            floor = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < floor, float("-inf"))
+        if sampling.top_p < 1.0:
+            ordered, order = logits.softmax(-1).sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered > sampling.top_p
+            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), float("-inf"))
+        probs = logits.softmax(-1)
+        return torch.stack([torch.multinomial(p, 1, generator=g) for p, g in zip(probs, generators, strict=True)])
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See RolloutEngine. RolloutError naming each tensor that the model lacks or did not get."""
+        held = dict(self._model.named_parameters())
+        left = set(held)
+        for name, tensor in tensors:
+            if name not in held:
+                raise RolloutError(f"update_weights: the model of {self._settings.model_path} has no {name}")
+            held[name].copy_(tensor)
+            left.remove(name)
+        if left:
+            raise RolloutError(f"update_weights: no value for {', '.join(sorted(left))}")
+        self._version = version
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing to do: no cache outlives a call."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        del self._model

@@ -1,0 +1,172 @@
+"""vLLM inside the worker's process (no engine process, no copies between processes)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import MissingDependency, RolloutError
+from megatron_rl.rollout.engine import EngineSettings, Request, Sample, Sampling, check_requests
+
+_CPU_KV_CACHE_GB = 0.25
+
+
+@contextlib.contextmanager
+def _kept_rng() -> Iterator[None]:
+    """vLLM seeds python's, numpy's and torch's global generators when it starts; the trainer's streams go on."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _import_vllm() -> Any:
+    # The variables are read at import; an engine process of its own could not take tensors from this one.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+    except ImportError as error:
+        raise MissingDependency(
+            f"rollout.name=vllm: vLLM cannot be imported ({error}); run `bash launch/install.sh` (CPU) or "
+            "`pip install -e .[gpu]`"
+        ) from error
+    return vllm
+
+
+def _keep_plain_weights() -> None:
+    """Stop vLLM's CPU build from repacking linear layers.
+
+    A repacked layer no longer holds its weight, and an output layer tied to the embedding keeps its first packing
+    through every reload: the engine would go on sampling from stale logits.
+    """
+    import vllm._custom_ops as custom_ops
+
+    assert hasattr(custom_ops, "_supports_onednn"), "this vLLM build repacks weights in a way that is not known here"
+    custom_ops._supports_onednn = False
+
+
+class VllmEngine:
+    """One vLLM engine on one rank. Weights start as noise: `update_weights` must come first."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._version = -1
+        self._asleep = False
+        vllm = _import_vllm()
+        self._sampling_params = vllm.SamplingParams
+        on_cpu = settings.device == "cpu"
+        if on_cpu:
+            _keep_plain_weights()
+        self._can_sleep = settings.free_cache_engine and not on_cpu
+        arguments: dict[str, Any] = {
+            "model": settings.model_path,
+            "tokenizer": settings.tokenizer_path,
+            "skip_tokenizer_init": not settings.needs_text,
+            "load_format": "dummy",
+            "dtype": settings.dtype,
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": settings.max_num_seqs,
+            "gpu_memory_utilization": 0.05 if on_cpu else settings.gpu_memory_utilization,
+            "enforce_eager": settings.enforce_eager or on_cpu,
+            # processed: of softmax(logits / temperature), which is what the trainer computes
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": self._can_sleep,
+            "seed": settings.seed,
+            "disable_log_stats": True,
+        }
+        kv_cache_gb = settings.kv_cache_gb or (_CPU_KV_CACHE_GB if on_cpu else None)
+        if kv_cache_gb is not None:
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * (1 << 30))
+        if settings.max_num_batched_tokens is not None:
+            arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
+        threads = torch.get_num_threads()
+        with _kept_rng():
+            self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
+        if torch.get_num_threads() != threads and on_cpu:
+            torch._C._set_num_threads(threads)  # vLLM turns torch.set_num_threads into a no-op
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+        """See RolloutEngine."""
+        check_requests(requests, sampling, self._settings.max_model_len, self._version)
+        if self._asleep:
+            raise RolloutError("generate on a sleeping engine; call wake() after update_weights()")
+        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+        params = [self._params(sampling, request.seed) for request in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [[self._sample(completion) for completion in output.outputs] for output in outputs]
+
+    def _params(self, sampling: Sampling, seed: int | None) -> Any:
+        return self._sampling_params(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=None if sampling.temperature == 0 else seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=self._settings.needs_text,
+        )
+
+    @staticmethod
+    def _sample(completion: Any) -> Sample:
+        if completion.finish_reason not in ("stop", "length"):
+            raise RolloutError(f"vLLM ended a request with {completion.finish_reason!r}; expected stop or length")
+        flat = completion.logprobs
+        # One entry a token: logprobs=0 asks for the sampled one alone.
+        assert len(flat.logprobs) == len(completion.token_ids), (len(flat.logprobs), len(completion.token_ids))
+        return Sample(tuple(completion.token_ids), tuple(flat.logprobs), completion.finish_reason)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See RolloutEngine. Uses vLLM's own layer-wise reload, which knows fused and prepacked layouts."""
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        self._version = version
+        if not self._asleep:
+            self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. RolloutError where the engine refuses (requests still run)."""
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError("vLLM did not clear its prefix cache; its entries are of older weights")
+
+    def sleep(self) -> None:
+        """Free the KV cache and the weights (the trainer's come back with the next update). No effect on CPU."""
+        if self._can_sleep and not self._asleep:
+            self.reset_prefix_cache()
+            self._llm.sleep(level=2)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the KV cache's memory again, empty."""
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+            self.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Drop the engine and its memory."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm

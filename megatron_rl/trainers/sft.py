@@ -1,0 +1,127 @@
+"""Supervised fine-tuning, read top to bottom: batches of packed sequences, loss on response tokens, one update a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.config.run import RunConfig
+from megatron_rl.data.batching import BatchPlan, collect_column, plan_batches, select_micro_batches
+from megatron_rl.data.render import Renderer
+from megatron_rl.data.sft import SftSample, SftSet, load_sft
+from megatron_rl.data.stream import Stream, steps_per_epoch
+from megatron_rl.trainers import report
+from megatron_rl.trainers.placement import start_policy
+from megatron_rl.types import TrainBatch
+from megatron_rl.workers.policy import UpdateResult
+
+_EMA = 0.9
+
+
+class SftTrainer:
+    """The run's state: data and workers."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        """Loads the data before any worker starts, so that bad input costs seconds."""
+        self.cfg = cfg
+        self.renderer = Renderer.from_config(cfg.model, cfg.data)
+        self.train_set = load_sft(cfg.data, cfg.data.train_files, self.renderer)
+        self.val_set = load_sft(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
+        self.stream = Stream(
+            num_items=len(self.train_set.samples),
+            batch_size=cfg.data.train_batch_size,
+            shuffle=cfg.data.shuffle,
+            seed=cfg.trainer.seed,
+        )
+        self.steps_per_epoch = steps_per_epoch(len(self.train_set.samples), cfg.data.train_batch_size)
+        self.total_steps = cfg.trainer.total_training_steps or self.steps_per_epoch * cfg.trainer.total_epochs
+        self.loss_ema: float | None = None
+        self.policy = start_policy(cfg, self.total_steps, with_engine=False)
+
+    def train_step(self, step: int) -> dict[str, Any]:
+        """One optimizer step over train_batch_size sequences."""
+        start = time.perf_counter()
+        batch = to_batch([self.train_set.samples[i] for i in self.stream.next()])
+        segments = batch.segment_ids()
+        weights = loss_weights(
+            self.cfg.actor.loss_agg_mode, batch.loss_mask, segments, batch.num_sequences, self.cfg.data.max_response_length
+        )
+        (mini,) = self._plan(batch).minis
+        results: list[UpdateResult] = self.policy.update_sft(select_micro_batches(batch.with_(loss_weights=weights), mini))
+        metrics = report.update_metrics([results[0].report])
+        loss = metrics["sft/loss"]
+        self.loss_ema = loss if self.loss_ema is None else _EMA * self.loss_ema + (1 - _EMA) * loss
+        seconds = time.perf_counter() - start
+        metrics |= {"sft/loss_ema": self.loss_ema, "time/step": seconds, "perf/tokens_per_s": batch.num_tokens / seconds}
+        return metrics
+
+    def reached_target(self) -> bool:
+        """Whether the running mean of the loss is below trainer.target_loss."""
+        target = self.cfg.trainer.target_loss
+        return target is not None and self.loss_ema is not None and self.loss_ema < target
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Each validation row once: mean token loss; share of tokens, and of whole responses, that greedy decoding would give."""
+        if self.val_set is None:
+            return {}
+        loss = hits = tokens = whole = 0.0
+        samples, size = self.val_set.samples, self.cfg.data.train_batch_size
+        for at in range(0, len(samples), size):
+            batch = to_batch(samples[at : at + size])
+            ranks = self._plan(batch).passes()
+            found = self.policy.logprobs(select_micro_batches(batch, ranks), 1.0)
+            columns = {
+                name: collect_column(batch, ranks, [[part[name] for part in rank] for rank in found])
+                for name in ("logprobs", "greedy")
+            }
+            loss -= float(columns["logprobs"].double().sum())
+            hits += float(columns["greedy"].sum())
+            tokens += float(batch.loss_mask.sum())
+            missed = torch.zeros(batch.num_sequences).index_add_(
+                0, batch.segment_ids(), batch.loss_mask.float() - columns["greedy"]
+            )
+            whole += float((missed == 0).sum())
+        return {
+            "val/loss": loss / tokens,
+            "val/token_accuracy": hits / tokens,
+            "val/accuracy": whole / len(samples),
+            "val/num_samples": float(len(samples)),
+        }
+
+    def _plan(self, batch: TrainBatch) -> BatchPlan:
+        actor = self.cfg.actor
+        return plan_batches(
+            batch.seq_lens,
+            [0] * batch.num_sequences,
+            dp=self.cfg.dp_size,
+            max_tokens=actor.max_tokens_per_gpu,
+            max_seqs=actor.ppo_micro_batch_size_per_gpu,
+        )
+
+    def save(self, path: str) -> None:
+        """The model in Hugging Face form."""
+        self.policy.save_hf(path)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.policy.close()
+
+    def data_summary(self) -> dict[str, SftSet]:
+        """What was read, for the run's first lines."""
+        return {"train": self.train_set} | ({"val": self.val_set} if self.val_set else {})
+
+
+def to_batch(samples: Sequence[SftSample]) -> TrainBatch:
+    """Samples end to end. The first token of each is never trained on: nothing predicts it."""
+    mask: list[bool] = []
+    for sample in samples:
+        mask.extend((False, *sample.loss_mask[1:]))
+    return TrainBatch(
+        tokens=torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
+        seq_lens=tuple(len(sample.token_ids) for sample in samples),
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+    )

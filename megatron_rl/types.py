@@ -1,0 +1,156 @@
+"""The nouns of a run, from prompt to update. Frozen records; ragged on the controller, packed for training.
+
+Letters in names and comments: P prompts, G samples per prompt, S sequences, T tokens of all sequences end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the RL data, rendered to tokens.
+
+    Example: Prompt(index=7, token_ids=(5, 12, 6, 14), text="4+5=", data_source="add2", ground_truth="9")
+    """
+
+    index: int
+    """Row number over all files of the data set, from 0."""
+    token_ids: tuple[int, ...]
+    text: str
+    """What token_ids say: the prompt after the chat template."""
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response. token_ids are what the engine sampled, never decoded and encoded again."""
+
+    token_ids: tuple[int, ...]
+    """Sampled ids, the end-of-sequence token included when the engine stopped at one."""
+    logprobs: tuple[float, ...]
+    """Engine's log-probability of each id, at the sampling temperature."""
+    finish_reason: FinishReason
+    text: str
+    """token_ids decoded without special tokens: for rewards and for reading."""
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The G samples of one prompt, all made with the same weights."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward said of one sample. failed: None, or why the reward gave no score (value is then the configured one)."""
+
+    value: float
+    extra: dict[str, float] = field(default_factory=dict)
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """S sequences of tokens end to end, and per-token columns aligned with them.
+
+    A column's entry at token t belongs to token t as it is *predicted*: logprobs[t] is log p(tokens[t] | tokens before t in
+    its sequence). The first token of a sequence is predicted by nothing; its entries are 0 and its loss_mask is False.
+
+    Example: prompts [5, 6] and [7], responses [8, 1] and [9, 9, 1] give
+        tokens    = [5 6 8 1 | 7 9 9 1], seq_lens = [4, 4], loss_mask = [0 0 1 1 | 0 1 1 1]
+    """
+
+    tokens: torch.Tensor
+    """[T] int64"""
+    seq_lens: tuple[int, ...]
+    """S lengths that sum to T"""
+    loss_mask: torch.Tensor
+    """[T] bool: tokens that the model is trained on (sampled tokens; response tokens in SFT)"""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """name -> [T] float32, for instance old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_weights"""
+
+    def __post_init__(self) -> None:
+        total = sum(self.seq_lens)
+        assert self.tokens.shape == (total,) == self.loss_mask.shape, (self.tokens.shape, total, self.loss_mask.shape)
+        for name, column in self.columns.items():
+            assert column.shape == (total,), (name, column.shape, total)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])
+
+    def with_(self, **columns: torch.Tensor) -> TrainBatch:
+        """The same sequences with columns added or replaced. Each is [T]."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def segment_ids(self) -> torch.Tensor:
+        """[T] int64: the number of the sequence that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), torch.tensor(self.seq_lens, dtype=torch.int64))
+
+    def select(self, sequences: Sequence[int]) -> TrainBatch:
+        """The given sequences, in the given order."""
+        starts = [0]
+        for length in self.seq_lens:
+            starts.append(starts[-1] + length)
+        pieces = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
+        index = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+        return TrainBatch(
+            tokens=self.tokens[index],
+            seq_lens=tuple(self.seq_lens[s] for s in sequences),
+            loss_mask=self.loss_mask[index],
+            columns={name: column[index] for name, column in self.columns.items()},
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[TrainBatch]) -> TrainBatch:
+        """The sequences of all batches, in order. All must have the same columns."""
+        names = batches[0].columns.keys()
+        assert all(batch.columns.keys() == names for batch in batches)
+        return TrainBatch(
+            tokens=torch.cat([batch.tokens for batch in batches]),
+            seq_lens=tuple(length for batch in batches for length in batch.seq_lens),
+            loss_mask=torch.cat([batch.loss_mask for batch in batches]),
+            columns={name: torch.cat([batch.columns[name] for batch in batches]) for name in names},
+        )
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A sum and a count, reduced apart over micro-batches and ranks and divided once."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else float("nan")
+
+    def __add__(self, other: Metric) -> Metric:
+        return Metric(self.total + other.total, self.count + other.count)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did. Equal on every rank."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    metrics: dict[str, Metric] = field(default_factory=dict)

@@ -1,0 +1,198 @@
+"""Reading and writing a Hugging Face model folder, slice by slice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.weights.spec import Block
+
+INDEX_NAME = "model.safetensors.index.json"
+# Files of a model folder that are not weights and belong to every copy of it.
+COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+class WeightSource(Protocol):
+    """Anything that can hand out rectangles of HF tensors."""
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError, naming each, where a tensor is missing, surplus or misshaped."""
+        ...
+
+    def read(self, block: Block) -> torch.Tensor:
+        """The block's values: [rows] or [rows, cols]."""
+        ...
+
+
+class SafetensorsSource:
+    """The safetensors of a model folder, opened lazily; only the rows and columns asked for are read."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        index, single = self.path / INDEX_NAME, self.path / "model.safetensors"
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.exists():
+            with self._opened(single) as handle:
+                self._file_of = {name: single.name for name in handle.keys()}  # noqa: SIM118 (not a dict)
+        else:
+            raise CheckpointError(f"{self.path}: no model.safetensors and no {INDEX_NAME}; write the weights there")
+        absent = sorted({file for file in self._file_of.values() if not (self.path / file).exists()})
+        if absent:
+            raise CheckpointError(f"{self.path}: {INDEX_NAME} names files that are missing: {', '.join(absent)}")
+        self._handles: dict[str, safe_open] = {}
+
+    @staticmethod
+    def _opened(file: Path) -> safe_open:
+        try:
+            return safe_open(str(file), framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: not a complete safetensors file ({error}); copy it again") from error
+
+    def _handle(self, name: str) -> safe_open:
+        file = self._file_of[name]
+        if file not in self._handles:
+            self._handles[file] = self._opened(self.path / file)
+        return self._handles[file]
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """See WeightSource. A tied model's lm_head may be present when it equals the embedding."""
+        held = set(self._file_of)
+        tied = "lm_head.weight" in held and "lm_head.weight" not in expected
+        if tied and torch.equal(self._whole("lm_head.weight"), self._whole("model.embed_tokens.weight")):
+            held.remove("lm_head.weight")
+        faults = [f"missing {name}" for name in expected if name not in held]
+        faults += [f"surplus {name}" for name in sorted(held) if name not in expected]
+        for name in expected.keys() & held:
+            shape = tuple(self._handle(name).get_slice(name).get_shape())
+            if shape != expected[name]:
+                faults.append(f"{name} is {list(shape)}, config.json says {list(expected[name])}")
+        if faults:
+            shown = "; ".join(faults[:20]) + ("" if len(faults) <= 20 else f"; and {len(faults) - 20} more")
+            raise CheckpointError(f"{self.path}: weights do not fit config.json: {shown}")
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self._handle(name).get_tensor(name)
+
+    def read(self, block: Block) -> torch.Tensor:
+        """See WeightSource."""
+        view = self._handle(block.hf_name).get_slice(block.hf_name)
+        rows = slice(*block.rows)
+        return view[rows] if block.cols is None else view[rows, slice(*block.cols)]
+
+
+class RandomSource:
+    """Weights drawn at random: N(0, initializer_range) matrices, unit norms, zero biases.
+
+    Each tensor has a generator of its own, seeded by (seed, name): the values depend on no layout and no order.
+    """
+
+    def __init__(self, seed: int, initializer_range: float) -> None:
+        self._seed, self._std = seed, initializer_range
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Takes the shapes; nothing can be missing."""
+        self._shapes = dict(expected)
+
+    def read(self, block: Block) -> torch.Tensor:
+        """See WeightSource."""
+        shape = self._shapes[block.hf_name]
+        if len(shape) == 1:
+            whole = torch.zeros(shape) if block.hf_name.endswith(".bias") else torch.ones(shape)
+        else:
+            generator = torch.Generator().manual_seed((self._seed << 32) | zlib.crc32(block.hf_name.encode()))
+            whole = torch.randn(shape, generator=generator) * self._std
+        rows = whole[slice(*block.rows)]
+        return rows if block.cols is None else rows[:, slice(*block.cols)]
+
+
+def write_model(
+    path: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    companions_from: str | Path,
+    tokenizer_from: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Write a complete HF folder: shards of at most max_shard_bytes, index, config, tokenizer.
+
+    Everything goes to a folder beside `path` that takes its place at the end, so a failure (a full disk) leaves an
+    earlier save as it was. Raises CheckpointError then.
+    """
+    path = Path(path)
+    staging = path.with_name(path.name + ".writing")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        _write_shards(staging, tensors, max_shard_bytes)
+        _copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), dtype)
+        _replace_folder(staging, path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(f"{path}: could not be written ({error}); an earlier save there is intact") from error
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> None:
+    shards: list[dict[str, torch.Tensor]] = []
+    shard_of: dict[str, int] = {}
+    pending: dict[str, torch.Tensor] = {}
+    pending_bytes = total = 0
+
+    def flush() -> None:
+        nonlocal pending, pending_bytes
+        save_file(pending, str(folder / f"shard-{len(shards):05d}"), metadata={"format": "pt"})
+        shard_of.update(dict.fromkeys(pending, len(shards)))
+        shards.append({})
+        pending, pending_bytes = {}, 0
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if pending and pending_bytes + size > max_bytes:
+            flush()
+        pending[name] = tensor.detach().cpu().contiguous().clone()
+        pending_bytes += size
+        total += size
+    flush()
+    if len(shards) == 1:
+        (folder / "shard-00000").rename(folder / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, final in enumerate(names):
+        (folder / f"shard-{i:05d}").rename(folder / final)
+    weight_map = {name: names[i] for name, i in shard_of.items()}
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def _copy_companions(folder: Path, model: Path, tokenizer: Path, dtype: torch.dtype | None) -> None:
+    for source in (model, tokenizer):
+        for name in COMPANIONS:
+            if (source / name).exists() and not (source is tokenizer and name == "config.json"):
+                shutil.copyfile(source / name, folder / name)
+    if dtype is not None:
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _replace_folder(staging: Path, path: Path) -> None:
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    staging.rename(path)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,201 @@
+"""One rank of a colocated policy: the actor's shard, the reference's shard, and a rollout engine."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algos import LOSSES
+from megatron_rl.algos.losses import nll_loss, policy_objective
+from megatron_rl.cluster.dispatch import Collect, Split, dispatch
+from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import CheckpointError
+from megatron_rl.mcore import cpu
+from megatron_rl.observe.log import setup_logging
+from megatron_rl.parallel.topology import Topology
+from megatron_rl.rollout.engine import EngineSettings, Request, RolloutEngine, Sample, Sampling, make_engine
+from megatron_rl.types import StepReport, TrainBatch
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """What a worker must know beside the config; made on the controller, so that all ranks agree."""
+
+    shape: ModelShape
+    device: str
+    total_optimizer_steps: int
+    with_engine: bool
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step. logprobs: per micro-batch [T] float32 of the policy before the update, 0 off the mask."""
+
+    report: StepReport
+    logprobs: tuple[torch.Tensor, ...]
+
+
+class PolicyWorker:
+    """Methods are called on all ranks at once (cluster/dispatch.py says how arguments are split)."""
+
+    def __init__(self, rank: int, world: int, cfg: RunConfig, plan: PolicyPlan) -> None:
+        setup_logging("policy", rank)
+        self._rank, self._cfg, self._plan = rank, cfg, plan
+        if plan.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        cpu.install()
+        # Megatron's modules are imported after the shim and after the environment is set.
+        from megatron_rl.mcore import build, convert
+        from megatron_rl.parallel import groups
+
+        actor = cfg.actor
+        self.topology = Topology(world, tp=actor.tp, pp=actor.pp, cp=actor.cp)
+        groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s)
+        groups.init_model_parallel(self.topology)
+        device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
+        policy = build.build_policy(plan.shape, actor, cfg.model.dtype, device)
+        convert.load_hf(policy, self._source(cfg.model.path))
+        self._reference = None
+        if cfg.needs_reference:
+            self._reference = build.build_policy(plan.shape, actor, cfg.model.dtype, device)
+            convert.load_hf(self._reference, self._source(cfg.ref.path or cfg.model.path, cfg.ref.path is not None))
+        self._trainable = build.make_trainable(policy, actor, plan.total_optimizer_steps)
+        self._export = functools.partial(convert.export_hf, self._trainable.policy)
+        self._engine: RolloutEngine | None = None
+        if plan.with_engine:
+            self._start_engine()
+
+    def _source(self, path: str, pretrained: bool = False):
+        from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource
+
+        if self._cfg.model.init == "random" and not pretrained:
+            return RandomSource(self._cfg.trainer.seed, self._plan.shape.initializer_range)
+        return SafetensorsSource(path)
+
+    def _start_engine(self) -> None:
+        from megatron_rl.mcore.build import DTYPES
+        from megatron_rl.reshard.publisher import WeightPublisher
+
+        cfg, rollout = self._cfg, self._cfg.rollout
+        dtype = rollout.dtype or cfg.model.dtype
+        settings = EngineSettings(
+            name=rollout.name,
+            model_path=cfg.model.path,
+            tokenizer_path=cfg.model.tokenizer_path or cfg.model.path,
+            vocab_size=self._plan.shape.vocab_size,
+            max_model_len=rollout.max_model_len or cfg.max_sequence_length,
+            dtype=dtype,
+            device=self._plan.device,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            kv_cache_gb=rollout.kv_cache_gb,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            enforce_eager=rollout.enforce_eager,
+            free_cache_engine=rollout.free_cache_engine,
+            # Engines that share a stream of random numbers would give all replicas the same samples.
+            seed=cfg.trainer.seed * 1000003 + self._rank,
+            needs_text=bool(rollout.stop),
+            engine_kwargs=dict(rollout.engine_kwargs),
+        )
+        self._engine = make_engine(settings)
+        self._publisher = WeightPublisher(self._engine, lambda: self._export(DTYPES[dtype]))
+
+    @dispatch(split=Split.SPLIT_ENGINE)
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+        """Samples of this engine's requests."""
+        assert self._engine is not None, "this worker was started without an engine"
+        return self._engine.generate(requests, sampling)
+
+    @dispatch(split=Split.ALL, collect=Collect.RANK0)
+    def publish(self, version: int, expect_change: bool) -> int:
+        """The actor's weights into every engine; bytes sent to one."""
+        return self._publisher.publish(version, expect_change=expect_change)
+
+    @dispatch(split=Split.SPLIT_DP)
+    def logprobs(self, micro_batches: Sequence[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
+        """Log-probabilities and entropies of the actor, per micro-batch (mcore.step.forward_logprobs)."""
+        from megatron_rl.mcore.step import forward_logprobs
+
+        self._free_engine()
+        return forward_logprobs(self._trainable.policy, micro_batches, temperature)
+
+    @dispatch(split=Split.SPLIT_DP)
+    def ref_logprobs(self, micro_batches: Sequence[TrainBatch], temperature: float) -> list[torch.Tensor]:
+        """Log-probabilities of the reference model, per micro-batch."""
+        from megatron_rl.mcore.step import forward_logprobs
+
+        assert self._reference is not None, "the run has no reference model"
+        self._free_engine()
+        return [found["logprobs"] for found in forward_logprobs(self._reference, micro_batches, temperature)]
+
+    @dispatch(split=Split.SPLIT_DP)
+    def update(self, micro_batches: Sequence[TrainBatch], temperature: float) -> UpdateResult:
+        """One optimizer step on the policy objective over all ranks' micro-batches."""
+        actor = self._cfg.actor
+        objective = policy_objective(
+            LOSSES[actor.loss_mode],
+            clip_low=actor.clip_low,
+            clip_high=actor.clip_high,
+            entropy_coeff=actor.entropy_coeff,
+            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            kl_loss_type=actor.kl_loss_type,
+        )
+        return self._step(micro_batches, objective, temperature)
+
+    @dispatch(split=Split.SPLIT_DP)
+    def update_sft(self, micro_batches: Sequence[TrainBatch]) -> UpdateResult:
+        """One optimizer step on the negative log-likelihood."""
+        return self._step(micro_batches, nll_loss, 1.0)
+
+    def _step(self, micro_batches, token_loss, temperature: float) -> UpdateResult:
+        from megatron_rl.mcore.step import train_step
+
+        self._free_engine()
+        report, logprobs = train_step(self._trainable, micro_batches, token_loss, temperature)
+        return UpdateResult(report, tuple(logprobs))
+
+    def _free_engine(self) -> None:
+        # The next publish wakes it.
+        if self._engine is not None:
+            self._engine.sleep()
+
+    @dispatch(split=Split.ALL, collect=Collect.RANK0)
+    def save_hf(self, path: str) -> str:
+        """The actor as a Hugging Face folder at `path`, written by rank 0 from tensors of all ranks."""
+        from megatron_rl.mcore.build import DTYPES
+        from megatron_rl.weights.safetensors import write_model
+
+        tensors = self._export()
+        failure: CheckpointError | None = None
+        if self._rank == 0:
+            model = self._cfg.model
+            try:
+                write_model(
+                    Path(path),
+                    tensors,
+                    companions_from=model.path,
+                    tokenizer_from=model.tokenizer_path,
+                    dtype=DTYPES[model.dtype],
+                )
+            except CheckpointError as error:
+                failure = error
+        # The export is a collective: every rank walks through all of it, also when rank 0's disk is full.
+        for _ in tensors:
+            pass
+        if failure is not None:
+            raise failure
+        return path
+
+    def close(self) -> None:
+        """Leave the process groups and drop the engine."""
+        from megatron_rl.parallel import groups
+
+        if self._engine is not None:
+            self._engine.close()
+        groups.destroy()

@@ -1,0 +1,87 @@
+"""Package metadata. Settings of the tools (ruff, pyright, pytest, import-linter) are in pyproject.toml."""
+
+from __future__ import annotations
+
+from setuptools import find_packages, setup
+
+# Enough for `megatron-rl check` on a login node: no torch.
+CORE = ["pydantic>=2.7", "PyYAML>=6", "numpy>=1.26", "rich>=13"]
+
+# What a run needs on every stack, beside the stack itself.
+RUN = [
+    "einops>=0.8",
+    "math-verify>=0.9",
+    "matplotlib>=3.9",
+    "psutil>=5.9",
+    "pyarrow>=16",
+    "safetensors>=0.6.2",
+    "tensorboard>=2.17",
+]
+
+# torch, Megatron-Core, Ray and transformers on the CPU, and what vLLM's CPU build loads for text models. vLLM
+# itself and two packages it needs are in requirements/cpu-no-deps.txt: their declared dependencies bring CUDA
+# builds of torchvision, which break transformers beside a CPU torch, and gigabytes that no CPU run loads.
+CPU = [
+    "torch==2.13.0",
+    "megatron-core==0.16.1",
+    "ray==2.60.0",
+    "transformers>=5.16.1,<5.20",
+    "numpy<2.4",
+    "setuptools==78.1.1",
+    "aiohttp",
+    "apache-tvm-ffi",
+    "cachetools",
+    "cbor2",
+    "cloudpickle",
+    "fastapi",
+    "jsonschema",
+    "llguidance==1.7.6",
+    "loguru",
+    "msgspec",
+    "openai",
+    "oss-harmony",
+    "partial-json-parser",
+    "pillow",
+    "prometheus_client",
+    "py-cpuinfo",
+    "pybase64",
+    "pyzmq",
+    "regex",
+    "requests",
+    "sentencepiece",
+    "tiktoken",
+    "uvloop",
+]
+
+# Python 3.12: Megatron-Core 0.19.2 needs it. vLLM pins the torch it was built with.
+GPU = [
+    "torch==2.11.0",
+    "vllm==0.26.0",
+    "megatron-core==0.19.2",
+    "ray==2.60.0",
+    "transformers==5.17.0",
+]
+
+# pyright runs on Node.js; the nodejs extra carries it as a wheel, for machines that have none.
+DEV = ["hypothesis>=6.100", "import-linter>=2.17", "pyright[nodejs]>=1.1.414", "pytest>=9", "ruff>=0.17"]
+
+setup(
+    name="megatron_rl",
+    version="0.1.0",
+    description="RL post-training of language models (SFT, GRPO, PPO) with Megatron-Core, vLLM and Ray",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    install_requires=CORE,
+    extras_require={"cpu": RUN + CPU, "gpu": RUN + GPU, "dev": DEV},
+    entry_points={"console_scripts": ["megatron-rl=megatron_rl.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,26 @@
+"""Gives every test process, and what it starts, the environment of launch/env.sh, however pytest was started.
+
+Runs before torch is imported anywhere: thread counts and compile switches are read only then.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _load_environment() -> None:
+    script = 'set -eu; . "$0"; exec env -0'
+    found = subprocess.run(
+        ["bash", "-c", script, str(ROOT / "launch" / "env.sh")], capture_output=True, check=True, timeout=30
+    )
+    for entry in found.stdout.decode().split("\0"):
+        name, _, value = entry.partition("=")
+        if name and name not in os.environ and name not in ("_", "SHLVL", "PWD", "OLDPWD"):
+            os.environ[name] = value
+
+
+_load_environment()

@@ -1,0 +1,271 @@
+"""Worker groups on a real local Ray: dispatch, errors, deadlines, deaths, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_rl.cluster import ray_runtime, ray_wait
+from megatron_rl.cluster.dispatch import Collect, RankGrid, Split, dispatch
+from megatron_rl.cluster.ray_backend import RayBackend
+from megatron_rl.cluster.worker_group import WorkerGroup, start_group
+from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.errors import ClusterError, DataError
+
+ROOT = Path(__file__).parents[2]
+GRID = RankGrid.flat(2)
+
+
+def two_ranks(**changes) -> ClusterConfig:
+    return ClusterConfig(device="cpu", n_gpus_per_node=2, num_cpus_per_rank=0.5, start_timeout_s=120.0, **changes)
+
+
+class Worker:
+    def __init__(self, rank: int, world: int, word: str) -> None:
+        if word == f"fail on {rank}":
+            raise DataError("no such word")
+        self.rank, self.world, self.word = rank, world, word
+
+    @dispatch()
+    def who(self) -> tuple[int, int, str]:
+        return self.rank, self.world, self.word
+
+    @dispatch(collect=Collect.RANK0)
+    def total(self, values: np.ndarray, scale: float = 1.0) -> float:
+        return float(values.sum()) * scale + self.rank
+
+    @dispatch(split=Split.SPLIT_DP)
+    def double(self, values: list[int], plus: int = 0) -> list[int]:
+        return [2 * value + plus for value in values]
+
+    @dispatch(split=Split.RANK0)
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "cwd": os.getcwd()}
+
+    @dispatch()
+    def fail(self, ranks: list[int]) -> None:
+        if self.rank in ranks:
+            raise DataError(f"row {self.rank} has no prompt")
+
+    @dispatch()
+    def nap(self, seconds: list[float]) -> int:
+        time.sleep(seconds[self.rank])
+        return self.rank
+
+    @dispatch()
+    def fail_while_others_wait(self) -> None:
+        if self.rank == 1:
+            raise DataError("early")
+        time.sleep(60)
+
+    @dispatch()
+    def die(self, rank: int) -> None:
+        if self.rank == rank:
+            os._exit(3)
+        time.sleep(60)
+
+    def undeclared(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_is_up() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_wait, "GRACE_S", 1.0)
+        ray_runtime.acquire(two_ranks(), "cpu")
+        yield
+        ray_runtime.release()
+
+
+@pytest.fixture(scope="module")
+def group(ray_is_up) -> Iterator[WorkerGroup]:
+    with start_group(Worker, ("hello",), two_ranks(), GRID, "cpu") as group:
+        yield group
+
+
+def short_lived(step_timeout_s: float = 60.0) -> WorkerGroup:
+    return start_group(Worker, ("short",), two_ranks(step_timeout_s=step_timeout_s), GRID, "cpu")
+
+
+def pids_of(group: WorkerGroup) -> list[int]:
+    assert isinstance(group.backend, RayBackend)
+    return group.backend.pids
+
+
+def test_workers_are_built_with_rank_world_and_arguments(group):
+    assert group.who() == [(0, 2, "hello"), (1, 2, "hello")]
+
+
+def test_dispatch_modes_reach_the_ranks_and_collect_their_results(group):
+    assert group.double([[1, 2], [3]], plus=1) == [[3, 5], [7]]
+    assert group.total(np.arange(200_000.0), scale=2.0) == 2.0 * np.arange(200_000.0).sum()
+    with pytest.raises(ClusterError, match=r"one entry per data-parallel rank \(2\), but got 3 entries"):
+        group.double([[1], [2], [3]])
+    with pytest.raises(ClusterError, match=r"Worker.undeclared is not declared"):
+        group.undeclared()
+    with pytest.raises(AttributeError, match="Worker has no method 'doubble'; declared: die, double"):
+        group.doubble([[1], [2]])
+
+
+def test_workers_get_torchruns_variables_and_the_controllers_folder(group):
+    environment = group.environment()
+    assert environment["RANK"] == "0" and environment["WORLD_SIZE"] == "2"
+    assert environment["LOCAL_RANK"] == "0" and environment["LOCAL_WORLD_SIZE"] == "2"
+    assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and environment["TORCHDYNAMO_DISABLE"] == "1"
+    assert environment["cwd"] == os.getcwd()
+
+
+def test_a_workers_error_is_itself_and_says_its_rank(group):
+    with pytest.raises(DataError, match="row 1 has no prompt") as caught:
+        group.fail([1])
+    notes = "\n".join(caught.value.__notes__)
+    assert "on rank 1 in Worker.fail" in notes and "test_ray_backend.py" in notes and "\x1b" not in notes
+    with pytest.raises(DataError) as caught:
+        group.fail([0, 1])
+    assert "failed as well: DataError: row" in "\n".join(caught.value.__notes__)
+    assert group.who()[0] == (0, 2, "hello"), "the ranks are in step, so the group goes on"
+
+
+def test_seconds_are_those_of_the_slowest_rank(group):
+    before = group.busy_seconds
+    assert group.nap([0.05, 0.3]) == [0, 1]
+    assert 0.3 <= group.last_seconds["nap"] < 5.0
+    slow, slower = group.last_worker_seconds["nap"]
+    assert 0.05 <= slow < 0.3 <= slower <= group.last_seconds["nap"]
+    assert group.busy_seconds - before == pytest.approx(slower)
+
+
+def test_calls_of_several_threads_run_one_after_the_other(group):
+    spans = []
+
+    def nap() -> None:
+        group.nap([0.2, 0.2])
+        spans.append((time.perf_counter() - group.last_seconds["nap"], time.perf_counter()))
+
+    threads = [threading.Thread(target=nap) for _ in range(2)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.perf_counter() - start > 0.4
+
+
+def test_a_late_rank_is_named_with_where_it_is_and_the_group_is_done(group):
+    """R7"""
+    group = short_lived(step_timeout_s=2.0)
+    with group:
+        group.who()
+        with pytest.raises(ClusterError) as caught:
+            group.nap([0.0, 60.0])
+        text = str(caught.value)
+        assert "Worker.nap: rank(s) [1] of 2 did not answer within 2 s (answered: [0]; last call that ended: who)" in text
+        assert "raise cluster.step_timeout_s" in text
+        assert "rank 1 was at:" in text and "time.sleep(seconds[self.rank])" in text
+        with pytest.raises(ClusterError, match=r"Worker.who: .* Worker.nap left ranks \[1\] without an answer"):
+            group.who()
+        pids = pids_of(group)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_dead_actor_is_named_by_rank():
+    """R7"""
+    with short_lived() as group:
+        start = time.monotonic()
+        with pytest.raises(ClusterError, match="Worker.die: rank 1 died: ") as caught:
+            group.die(1)
+        assert time.monotonic() - start < 20
+        assert "rank 0" not in str(caught.value)
+
+
+def test_an_error_ends_the_wait_for_ranks_that_never_answer():
+    with short_lived() as group:
+        with pytest.raises(DataError, match="early") as caught:
+            group.fail_while_others_wait()
+        assert "rank(s) [0] had not answered when the call was given up" in caught.value.__notes__
+        with pytest.raises(ClusterError, match="cannot be called any more"):
+            group.who()
+
+
+def test_an_error_in_a_constructor_is_itself_and_nothing_stays(group):
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(DataError, match="no such word") as caught:
+        start_group(Worker, ("fail on 1",), two_ranks(), GRID, "cpu")
+    assert "on rank 1 in Worker.__init__" in caught.value.__notes__
+    left = {child.pid: child.name() for child in psutil.Process().children(recursive=True) if child.pid not in before}
+    assert not [name for name in left.values() if "RankHost" in name]
+
+
+def test_more_cpus_than_the_machine_has_is_an_error_with_both_numbers():
+    cores = os.cpu_count() or 1
+    cluster = ClusterConfig(device="cpu", n_gpus_per_node=2, num_cpus_per_rank=float(cores))
+    with pytest.raises(ClusterError, match=rf"ask for {2 * cores} CPU on one node, but Ray has {cores} CPU"):
+        start_group(Worker, ("x",), cluster, GRID, "cpu")
+
+
+def test_cpus_that_others_hold_are_waited_for_no_longer_than_the_start_may_take(group):
+    cores = os.cpu_count() or 1
+    cluster = ClusterConfig(device="cpu", n_gpus_per_node=2, num_cpus_per_rank=cores / 2, start_timeout_s=1.0)
+    with pytest.raises(ClusterError, match=rf"2 ranks ask for {cores} CPU, but of Ray's resources only"):
+        start_group(Worker, ("x",), cluster, GRID, "cpu")
+
+
+OWN_RAY = """
+import os, sys, psutil
+from megatron_rl.cluster.worker_group import start_group
+from megatron_rl.cluster.dispatch import RankGrid, dispatch
+from megatron_rl.config.cluster import ClusterConfig
+import time
+
+class Sleeper:
+    def __init__(self, rank, world):
+        pass
+    @dispatch()
+    def nap(self, seconds):
+        time.sleep(seconds)
+
+cluster = ClusterConfig(device="cpu", n_gpus_per_node=1, num_cpus_per_rank=0.5, ray_port=int(sys.argv[1]))
+with start_group(Sleeper, (), cluster, RankGrid.flat(1), "cpu") as group:
+    import ray
+    print("address", ray.get_runtime_context().gcs_address, flush=True)
+    print("children", *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    group.nap(60)
+"""
+
+
+def test_ctrl_c_ends_the_run_and_leaves_no_process_of_its_own_ray_and_the_port_is_honoured():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    run = subprocess.Popen(
+        [sys.executable, "-c", OWN_RAY, str(port)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None and run.stderr is not None
+    address = run.stdout.readline()
+    children = run.stdout.readline()
+    if not children:
+        pytest.fail(run.stderr.read())
+    assert address.strip().endswith(f":{port}")
+    taken = ClusterConfig(device="cpu", n_gpus_per_node=1, ray_port=port)
+    with pytest.raises(ClusterError, match=f"cluster.ray_port: {port} -- .* leave cluster.ray_port out"):
+        ray_runtime.require_free_port(port)
+    assert taken.ray_port == port
+    pids = [int(pid) for pid in children.split()[1:]]
+    assert len(pids) >= 4
+    time.sleep(0.5)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]

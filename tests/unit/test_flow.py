@@ -1,0 +1,298 @@
+"""Flow: what is refused when built, how a step runs, and what edits do."""
+
+from __future__ import annotations
+
+import collections.abc
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from megatron_rl.errors import DataError, FlowError
+from megatron_rl.flow import Flow, Node, constant
+from megatron_rl.flow.kinds import fits, kind_text
+
+
+def grpo_like() -> Flow:
+    """prompts -> generate -> (reward || logprobs) -> advantages -> update."""
+    nodes = [
+        Node(
+            "generate",
+            lambda prompts: [p * 2 for p in prompts],
+            {"prompts": list[int]},
+            {"samples": list[int]},
+            "rollout",
+        ),
+        Node(
+            "reward",
+            lambda samples: [float(s) for s in samples],
+            {"samples": list[int]},
+            {"scores": list[float]},
+        ),
+        Node(
+            "logprobs",
+            lambda samples: [-s for s in samples],
+            {"samples": list},
+            {"logprobs": list[int]},
+            "policy",
+        ),
+        Node(
+            "advantages",
+            lambda scores, logprobs: {"adv": sum(scores), "kl": sum(logprobs)},
+            {"scores": list[float], "logprobs": object},
+            {"adv": float, "kl": int},
+        ),
+        Node("update", lambda adv, kl: adv + kl, {"adv": float, "kl": float}, {"loss": float}, "policy"),
+    ]
+    return Flow(nodes, {"prompts": list[int]})
+
+
+def test_run_returns_every_output():
+    values = grpo_like().run(prompts=[1, 2])
+    assert values == {
+        "samples": [2, 4],
+        "scores": [2.0, 4.0],
+        "logprobs": [-2, -4],
+        "adv": 6.0,
+        "kl": -6,
+        "loss": 0.0,
+    }
+
+
+def test_run_until_runs_only_what_the_node_needs_and_returns_its_outputs():
+    flow = grpo_like()
+    assert flow.run(until="reward", prompts=[3]) == {"scores": [6.0]}
+    assert set(flow.last_timings) == {"generate", "reward"}
+
+
+def test_all_faults_are_reported_at_once_with_node_value_and_cure():
+    nodes = [
+        Node("a", lambda x: x, {"x": int}, {"y": int}),
+        Node("a", lambda y: y, {"y": int}, {"y": int}),
+        Node("b", lambda y: y, {"y": list[str]}, {"z": str}),
+        Node("c", lambda scoress: 0, {"scoress": int}, {"scores": int}),
+        Node("d", lambda w: w, {"w": int}, {"v": int}),
+        Node("e", lambda v: v, {"v": int}, {"w": int}),
+        Node("f", lambda wrong: wrong, {"y": int}, {"x": int}),
+    ]
+    with pytest.raises(FlowError) as caught:
+        Flow(nodes, {"x": int, "idle": float})
+    text = str(caught.value)
+    assert "node 'a': the name is used twice" in text
+    assert "node 'a', value 'y': node 'a' makes it too" in text
+    assert "node 'b', value 'y': it takes list[str], but node 'a' makes int" in text
+    assert "node 'c', value 'scoress': no node makes it and it is no source (did you mean 'scores'?)" in text
+    assert "a cycle: 'e' needs 'v' of 'd', 'd' needs 'w' of 'e'" in text or (
+        "a cycle: 'd' needs 'w' of 'e', 'e' needs 'v' of 'd'" in text
+    )
+    assert "node 'f': fn(wrong) cannot take inputs ['y']" in text
+    assert "node 'f', value 'x': it is also a source" in text
+    assert "source 'idle': no node takes it -- drop it" in text
+    # The second `a` makes the `y` that it takes: a cycle of one node.
+    assert text.startswith("9 faults in the flow:") and text.count(" -- ") == 9
+
+
+def test_every_cycle_is_named():
+    nodes = [
+        Node("a", lambda q: q, {"q": int}, {"p": int}),
+        Node("b", lambda p: p, {"p": int}, {"q": int}),
+        Node("self", lambda s: s, {"s": int}, {"s": int}),
+        Node("after", lambda s: s, {"s": int}, {"t": int}),
+    ]
+    with pytest.raises(FlowError, match="2 faults") as caught:
+        Flow(nodes, {})
+    assert "'self' needs 's' of 'self'" in str(caught.value) and "'after'" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "taken", "good"),
+    [
+        (bool, int, True),
+        (int, float, True),
+        (float, int, False),
+        (list[int], list[int], True),
+        (list[int], list[str], False),
+        (list[bool], collections.abc.Sequence[int], True),
+        (list, list[int], True),
+        (list[int], list, True),
+        (dict[str, int], collections.abc.Mapping[str, float], True),
+        (dict[str, int], dict[int, int], False),
+        (object, list[int], True),
+        (list[int], Any, True),
+        (int, int | None, True),
+        (None, int | None, True),
+        (int | None, int, False),
+        (tuple[int, bool], tuple[int, ...], True),
+        (tuple[int, str], tuple[int, ...], False),
+        (tuple[int, ...], collections.abc.Sequence[int], True),
+        ("Prompt", "Prompt", True),
+        ("Prompt", int, False),
+    ],
+)
+def test_stated_types_fit_by_class_origin_and_arguments(made, taken, good):
+    assert fits(made, taken) is good, f"{kind_text(made)} -> {kind_text(taken)}"
+
+
+def test_independent_nodes_run_at_the_same_time():
+    def nap(x: int) -> int:
+        time.sleep(0.2)
+        return x
+
+    flow = Flow(
+        [Node("left", nap, {"x": int}, {"l": int}), Node("right", nap, {"x": int}, {"r": int})],
+        {"x": int},
+    )
+    flow.run(x=1)
+    (left_start, left_end), (right_start, right_end) = flow.last_timings["left"], flow.last_timings["right"]
+    assert min(left_end, right_end) - max(left_start, right_start) > 0.1
+
+
+def test_a_node_that_is_alone_runs_in_the_calling_thread():
+    threads = []
+    flow = Flow(
+        [Node("only", lambda x: threads.append(threading.current_thread()), {"x": int}, {})], {"x": int}
+    )
+    assert flow.run(x=1) == {}
+    assert threads == [threading.current_thread()]
+
+
+def test_an_error_keeps_its_type_names_the_node_waits_for_the_running_and_starts_nothing_more():
+    finished = []
+
+    def slow(x: int) -> int:
+        time.sleep(0.2)
+        finished.append("slow")
+        return x
+
+    def bad(x: int) -> int:
+        raise DataError("row 7 has no prompt")
+
+    flow = Flow(
+        [
+            Node("slow", slow, {"x": int}, {"a": int}),
+            Node("bad", bad, {"x": int}, {"b": int}),
+            Node("later", lambda a: finished.append("later"), {"a": int}, {"c": object}),
+        ],
+        {"x": int},
+    )
+    with pytest.raises(DataError, match="row 7") as caught:
+        flow.run(x=1)
+    assert caught.value.__notes__ == ["in node 'bad' of the flow"]
+    assert finished == ["slow"]
+
+
+def test_two_errors_at_once_both_show():
+    barrier = threading.Barrier(2)
+
+    def fail(x: int) -> int:
+        barrier.wait(5)
+        raise ValueError(threading.current_thread().name)
+
+    flow = Flow([Node(name, fail, {"x": int}, {f"out_{name}": int}) for name in ("p", "q")], {"x": int})
+    with pytest.raises(ValueError) as caught:
+        flow.run(x=1)
+    assert "failed as well" in " ".join(caught.value.__notes__)
+
+
+def test_wrong_outputs_at_run_time_name_the_node():
+    flow = Flow([Node("pair", lambda x: {"a": x}, {"x": int}, {"a": int, "b": int})], {"x": int})
+    with pytest.raises(
+        FlowError, match=r"node 'pair' declares the outputs \['a', 'b'\] but returned \['a'\]"
+    ):
+        flow.run(x=1)
+
+
+def test_missing_and_unknown_source_values_are_refused():
+    flow = grpo_like()
+    with pytest.raises(FlowError, match=r"needs the source value\(s\) \['prompts'\]"):
+        flow.run()
+    with pytest.raises(FlowError, match=r"'prompt', which is no source \(did you mean 'prompts'\?\)"):
+        flow.run(prompt=[1])
+    with pytest.raises(FlowError, match=r"no node 'rewards' \(did you mean 'reward'\?\)"):
+        flow.run(until="rewards", prompts=[1])
+
+
+def test_replace_takes_a_function_a_node_or_a_constant():
+    flow = grpo_like()
+    flow.replace("reward", lambda samples: [1.0 for _ in samples])
+    assert flow.run(until="advantages", prompts=[1, 2]) == {"adv": 2.0, "kl": -6}
+    flow.replace(
+        "logprobs", Node("zeros", lambda samples: [0], {"samples": list[int]}, {"logprobs": list[int]})
+    )
+    assert flow.run(until="advantages", prompts=[1, 2])["kl"] == 0
+    flow.replace("advantages", constant({"adv": 0.5, "kl": 1}))
+    assert flow.run(until="update") == {"loss": 1.5}, "a constant needs nothing upstream"
+    assert set(flow.last_timings) == {"advantages", "update"}
+    with pytest.raises(FlowError, match="give a dict with exactly these names"):
+        flow.replace("advantages", constant(0))
+
+
+def test_a_faulty_edit_changes_nothing():
+    flow = grpo_like()
+    before = flow.describe()
+    with pytest.raises(FlowError, match=r"node 'generate': fn\(rows\) cannot take inputs \['prompts'\]"):
+        flow.replace("generate", lambda rows: rows)
+    assert flow.describe() == before
+
+
+def test_insert_after_with_a_function_maps_the_value_for_all_consumers():
+    flow = grpo_like()
+
+    def shaping(scores):
+        return [score + 10 for score in scores]
+
+    flow.insert_after("reward", shaping)
+    values = flow.run(prompts=[1, 2])
+    assert (
+        values["scores"] == [12.0, 14.0] and values["reward.scores"] == [2.0, 4.0] and values["adv"] == 26.0
+    )
+    flow.insert_after("reward", lambda scores: [score * 2 for score in scores])
+    assert flow.run(prompts=[1, 2])["scores"] == [14.0, 18.0], (
+        "the newest insert stands right behind its node"
+    )
+    assert [node.name for node in flow.nodes][1:4] == ["reward", "after_reward", "shaping"]
+
+
+def test_insert_after_with_a_node():
+    flow = grpo_like()
+    seen = []
+    flow.insert_after(
+        "reward", Node("watch", lambda scores: seen.append(scores), {"scores": list[float]}, {})
+    )
+    flow.insert_after(
+        "advantages",
+        Node(
+            "shift",
+            lambda adv, prompts: adv + len(prompts),
+            {"adv": float, "prompts": list[int]},
+            {"adv": float},
+        ),
+    )
+    values = flow.run(prompts=[1, 2])
+    assert seen == [[2.0, 4.0]] and values["adv"] == 8.0 and values["loss"] == 2.0
+    with pytest.raises(FlowError, match=r"takes none of \['samples'\]"):
+        flow.insert_after("generate", Node("stray", lambda prompts: 0, {"prompts": list[int]}, {"n": int}))
+    with pytest.raises(FlowError, match="maps exactly one"):
+        flow.insert_after("advantages", lambda adv: adv)
+
+
+def test_describe_lists_the_nodes_in_the_order_in_which_they_can_run():
+    lines = grpo_like().describe().splitlines()
+    assert lines[0].split() == ["wave", "node", "inputs", "->", "outputs", "group"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["0", "(sources)"],
+        ["1", "generate"],
+        ["2", "reward"],
+        ["2", "logprobs"],
+        ["3", "advantages"],
+        ["4", "update"],
+    ]
+    assert "scores, logprobs -> adv: float, kl: int" in lines[5] and lines[2].endswith("rollout")
+
+
+def test_mermaid_draws_nodes_in_their_groups_and_values_on_arrows():
+    text = grpo_like().mermaid()
+    assert text.startswith("flowchart TD")
+    assert 'subgraph g0["rollout"]' in text and 's0(["prompts"])' in text
+    assert 'n0 -->|"samples"| n1' in text and "s0 --> n0" in text
