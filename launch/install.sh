@@ -13,6 +13,7 @@ cd "$root"
 venv=$root/.venv
 stamp=$venv/.megatron_rl-installed
 unfinished=$venv/.megatron_rl-installing
+log=$venv/install.log
 constraints=requirements/cpu-constraints.txt
 no_deps=requirements/cpu-no-deps.txt
 torch_pin=2.13.0
@@ -93,14 +94,17 @@ refuse_torchvision() {
   fi
 }
 
-# part WHAT ARGUMENTS: one `pip install`, with its seconds.
+# part WHAT ARGUMENTS: one `pip install`, with its seconds. Modules are compiled when first imported: most never are,
+# and compiling all of them takes longer than everything else here.
 part() {
   local what=$1 started=$SECONDS
   shift
   say "$what ..."
-  "$venv/bin/python" -m pip install -qq --log "$venv/install.log" "$@" \
-    || fail "$what (pip's own words are above; all of them are in .venv/install.log)" \
+  if ! "$venv/bin/python" -m pip install --no-compile --progress-bar off "$@" >>"$log" 2>&1; then
+    grep -v '^WARNING' "$log" | tail -n 8 >&2
+    fail "$what (the end of pip's own words is above, all of them are in $log)" \
       ${hint:+"$hint"} "Check the network and the free disk space (3 GB), then run this again."
+  fi
   say "$what: $((SECONDS - started)) s"
 }
 
@@ -131,8 +135,10 @@ main() {
   make_venv
   rm -f "$stamp"
   touch "$unfinished"
+  say "pip writes to $log"
+  : >"$log"
   install_torch
-  part "Megatron-Core, Ray, transformers, tools" -c "$constraints" --no-build-isolation -e ".[cpu,dev]"
+  part "Megatron-Core, Ray, transformers and tools" -c "$constraints" --no-build-isolation -e ".[cpu,dev]"
   part "vLLM for CPU" --no-deps -r "$no_deps"
   fingerprint >"$stamp"
   rm -f "$unfinished"

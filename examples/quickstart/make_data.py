@@ -3,9 +3,8 @@
     python examples/quickstart/make_data.py FOLDER [--seed 0]
 
 FOLDER then holds
-    model/             config.json of a 0.53 M parameter Qwen2, a character-level tokenizer,
-    generation_config.json; no weights
-                       (the run draws them: model.init=random)
+    model/             config.json of a Qwen2 with 0.53 M parameters, a character-level tokenizer and
+                       generation_config.json; no weights (the run draws them: model.init=random)
     sft_train.parquet  prompt "12+30=", response "42": each pair that is not held out, once
     sft_val.parquet    the held-out prompts of val.parquet, as prompt and response
     train.parquet      the pairs of sft_train.parquet in verl's RL schema (the prompt is a list of messages)
@@ -42,8 +41,7 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> dict[str, int]:
-    """VOCAB_SIZE tokens: end, pad, one for each printable ASCII character and newline, and the rest in
-    reserve.
+    """VOCAB_SIZE tokens: end, pad, the printable ASCII characters, newline, and the rest in reserve.
 
     Characters stand in the byte map of GPT-2, where a space is written U+0120 and a newline U+010A; the other
     printable ASCII characters are themselves. A byte-level BPE without merges over them is a character

@@ -4,15 +4,15 @@ once.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_rl.cluster.environment import port_in_use
+from megatron_rl.config.layout import inspect_model
 from megatron_rl.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def folder_faults(cfg: RunConfig) -> list[Fault]:
         return [
             Fault(key, value, f"{parent} cannot be written ({error.strerror})", "name a folder that can be")
         ]
-    size = 0 if cfg.trainer.save_freq == 0 else save_bytes(Path(cfg.model.path), cfg.model.dtype)
+    size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype)
     # The old save stays until the new one is complete.
     need = 2 * size if cfg.trainer.save_freq > 0 else size
     free = shutil.disk_usage(parent).free
@@ -138,25 +138,13 @@ def folder_faults(cfg: RunConfig) -> list[Fault]:
     return [Fault(key, value, reason, "name a folder on a larger disk, or free some space")]
 
 
-def save_bytes(model_dir: Path, dtype: str) -> int:
-    """About how many bytes the weights take as safetensors, from the folder's config.json.
+def save_bytes(model_dir: str, dtype: str) -> int:
+    """Bytes of the weights as safetensors, by the folder's config.json.
 
-    0 where the file is missing or has no such shape: what is wrong with a model folder is said where it is
-    loaded.
+    0 where that cannot be read: what is wrong with a model folder is said by the checks of the config.
     """
-    try:
-        shape: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
-        hidden, layers, inner = shape["hidden_size"], shape["num_hidden_layers"], shape["intermediate_size"]
-        heads, vocab = shape["num_attention_heads"], shape["vocab_size"]
-    except (OSError, ValueError, KeyError):
-        return 0
-    kv_heads = shape.get("num_key_value_heads") or heads
-    head_dim = shape.get("head_dim") or hidden // heads
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    experts = shape.get("num_experts") or shape.get("num_local_experts")
-    mlp = 3 * hidden * (experts * (shape.get("moe_intermediate_size") or inner) if experts else inner)
-    embeddings = vocab * hidden * (1 if shape.get("tie_word_embeddings") else 2)
-    return (embeddings + layers * (attention + mlp)) * DTYPE_BYTES[dtype]
+    shape, _ = inspect_model(model_dir)
+    return 0 if shape is None else shape.num_parameters() * DTYPE_BYTES[dtype]
 
 
 def port_faults(cfg: RunConfig) -> list[Fault]:

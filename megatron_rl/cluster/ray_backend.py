@@ -172,12 +172,16 @@ class RayBackend:
         timeout_s: float,
         timeout_key: str,
     ) -> dict[int, Any]:
-        """Submit on each rank and wait; whatever leaves the ranks out of step with each other breaks the
-        group.
-        """
+        """Submit on each rank and wait. What leaves the ranks out of step with each other ends the group."""
         self._num_calls += 1
-        outcome = wait_for_ranks({submit(rank): rank for rank in ranks}, timeout_s, lambda: self._closing)
         where = f"{self._name}.{method}"
+        try:
+            outcome = wait_for_ranks({submit(rank): rank for rank in ranks}, timeout_s, lambda: self._closing)
+        except (
+            BaseException
+        ):  # Ctrl-C: the ranks are still at it, so `close` does not ask them to close first
+            self._broken = f"{where} was interrupted"
+            raise
         if outcome.dead or outcome.late:
             self._broken = f"{where} left ranks {sorted([*outcome.dead, *outcome.late])} without an answer"
         if self._closing and (outcome.late or outcome.dead):

@@ -105,8 +105,9 @@ def _start(cluster: ClusterConfig, device: Device) -> None:
         # The head of a local Ray takes its port from this variable; ray.init has no argument for it.
         os.environ["RAY_GCS_SERVER_PORT"] = str(cluster.ray_port)
     try:
-        num_gpus = 0 if device == "cpu" else None
-        ray.init(address="local", include_dashboard=False, num_gpus=num_gpus, **quiet)
+        # Ranks have environments of their own, so workers that Ray starts ahead of time would only sit by.
+        options = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+        ray.init(address="local", num_gpus=0 if device == "cpu" else None, **options, **quiet)
     finally:
         os.environ.pop("RAY_GCS_SERVER_PORT", None)
         if before is not None:

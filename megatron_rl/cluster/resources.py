@@ -79,9 +79,9 @@ def require_room(placement: Placement, cluster: ClusterConfig, nodes: Sequence[M
     there = "; ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in per_node) for node in nodes)
     where = "one node" if cluster.nnodes == 1 else f"each of {cluster.nnodes} nodes"
     raise ClusterError(
-        f"cluster.n_gpus_per_node: {ranks} -- {ranks} ranks of {placement.per_rank['CPU']:g} CPU each ask for "
-        f"{asked} on {where}, but Ray has {there or 'no node'} -- lower cluster.num_cpus_per_rank (0.5 lets two "
-        "ranks share a core) or cluster.n_gpus_per_node, or add machines"
+        f"cluster.n_gpus_per_node: {ranks} -- {ranks} ranks of {placement.per_rank['CPU']:g} CPU each ask "
+        f"for {asked} on {where}, but Ray has {there or 'no node'} -- lower cluster.num_cpus_per_rank "
+        "(0.5 lets two ranks share a core) or cluster.n_gpus_per_node, or add machines"
     )
 
 

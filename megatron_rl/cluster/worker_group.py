@@ -105,8 +105,8 @@ def start_group(
     if grid.world != world:
         raise ClusterError(
             f"the layout has {grid.world} ranks, but cluster.backend={cluster.backend} with "
-            f"cluster.nnodes={cluster.nnodes} and cluster.n_gpus_per_node={cluster.n_gpus_per_node} starts {world} "
-            "-- make them agree"
+            f"cluster.nnodes={cluster.nnodes} and cluster.n_gpus_per_node={cluster.n_gpus_per_node} starts "
+            f"{world} -- make them agree"
         )
     backend: Backend
     if cluster.backend == "inline":

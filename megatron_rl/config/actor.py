@@ -20,7 +20,7 @@ class OptimConfig:
     lr_warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the rate rises linearly from 0."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after the warm-up, down to lr * min_lr_ratio at the last step of the run (or at lr_decay_steps)."""
+    """Decay after the warm-up, down to lr * min_lr_ratio at the run's last step (or at lr_decay_steps)."""
     lr_decay_steps: PositiveInt | None = None
     """Optimizer steps at which the decay ends; the whole run when not given."""
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -28,8 +28,11 @@ class OptimConfig:
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, on matrices only."""
     adam_beta1: Beta = 0.9
+    """Decay of AdamW's mean of gradients."""
     adam_beta2: Beta = 0.999
+    """Decay of AdamW's mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the squared mean in AdamW."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
@@ -60,7 +63,7 @@ class ActorConfig(ParallelConfig):
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
     """Most sequences in one forward pass of a rank; no such cap when not given."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Most tokens in one forward pass of a rank (a longer single sequence is an error before the run starts)."""
+    """Most tokens in one forward pass of a rank; longer sequences are an error before the run starts."""
     ppo_epochs: PositiveInt = 1
     """Passes over the rollouts of one step."""
     clip_ratio: PositiveFloat = 0.2
@@ -78,6 +81,7 @@ class ActorConfig(ParallelConfig):
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of that KL in the loss."""
     kl_loss_type: KlType = "k3"
     """Estimator of that KL (Schulman 2020); abs is |log ratio|."""
 

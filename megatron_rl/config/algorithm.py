@@ -21,7 +21,8 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL(policy, reference) from the reward."""
     kl_coef: NonNegativeFloat = 0.001
+    """Weight of that KL in the reward."""
     kl_penalty: KlType = "k1"
     """Estimator of the KL in the reward."""
     drop_flat_groups: bool = False
-    """Leave groups whose samples all score the same out of the update (they carry no advantage); counted and shown."""
+    """Leave groups whose samples all score the same out of the update (no advantage); counted and shown."""

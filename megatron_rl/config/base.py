@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 SectionT = TypeVar("SectionT")
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path as typed; a leading ~ becomes the home folder. Relative ones are relative to the working directory."""
+"""A path as typed; a leading ~ becomes the home folder, relative ones start at the working directory."""
 
 
 def _one_as_list(value: object) -> object:
@@ -24,7 +24,7 @@ OneOrMany = BeforeValidator(_one_as_list)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def section(cls: type[SectionT]) -> type[SectionT]:
-    """Make `cls` a config section: values are checked on construction, unknown keys are refused, nothing mutates.
+    """Make `cls` a config section: values checked when it is built, unknown keys refused, nothing mutates.
 
     The string under each field is its documentation (`megatron-rl check --json` and docs/config.md show it).
     """

@@ -16,6 +16,7 @@ class ClusterConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where a GPU is visible."""
     nnodes: PositiveInt = 1
+    """Machines."""
     n_gpus_per_node: PositiveInt = 1
     """Ranks per node: GPUs, or processes on CPU."""
     ray_address: str | None = None

@@ -26,7 +26,7 @@ class DataConfig:
     max_prompt_length: PositiveInt = 512
     """Longest prompt, in tokens."""
     max_response_length: PositiveInt = 512
-    """Longest response, in tokens; generation stops there, and SFT rows may not pass max_prompt_length + this."""
+    """Longest response, in tokens: generation stops there; SFT rows may have max_prompt_length + this."""
     train_batch_size: PositiveInt = 64
     """Prompts of one RL step; sequences of one SFT step."""
     overlong_prompts: Literal["error", "filter", "truncate"] = "error"
@@ -34,6 +34,6 @@ class DataConfig:
     shuffle: bool = True
     """Visit the training rows in a new random order each epoch (drawn from trainer.seed)."""
     chat_template: Literal["tokenizer", "plain"] = "tokenizer"
-    """How messages become text: the tokenizer's own chat template, or their contents joined with nothing between."""
+    """How messages become text: the tokenizer's chat template, or their contents with nothing between."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keywords for the tokenizer's chat template (for instance enable_thinking)."""

@@ -42,18 +42,22 @@ def unknown_key(schema: Schema, name: str, value: object) -> Fault:
         return Fault(name, value, "is a section, not a key with a value", cure)
     if parent is not None and parent.takes_list:
         leaf = name.rpartition(".")[2]
-        return Fault(name, value, f"{parent.name} is a list: {leaf!r} names no key in it", f"write {parent.name}=[a, b]")
+        return Fault(
+            name,
+            value,
+            f"{parent.name} is a list: {leaf!r} names no key in it",
+            f"write {parent.name}=[a, b]",
+        )
     if parent is not None:
         return Fault(name, value, f"{parent.name} is a single value, with no keys in it", _about(parent))
-    meant = schema.suggest(name)
-    if meant:
-        return Fault(name, value, "there is no such key", f"did you mean {' or '.join(meant)}?")
-    section = schema.section_of(name)
-    if section:
+    meant, section = schema.suggest(name), schema.section_of(name)
+    hints = [f"did you mean {' or '.join(meant)}?"] if meant else []
+    if section and not any(key.startswith(section + ".") for key in meant):
         known = [key.leaf for key in schema.keys.values() if key.name.rpartition(".")[0] == section]
-        return Fault(name, value, "there is no such key", f"keys of {section}: {', '.join(known)}")
-    sections = ", ".join(sorted(name for name in schema.sections if "." not in name))
-    return Fault(name, value, "there is no such section", f"sections: {sections}")
+        hints.append(f"keys of {section}: {', '.join(known)}")
+    if not section and not meant:
+        hints.append(f"sections: {', '.join(sorted(part for part in schema.sections if '.' not in part))}")
+    return Fault(name, value, "there is no such key", " ".join(hints))
 
 
 def bad_value(key: Key, value: object) -> Fault | None:
@@ -111,12 +115,15 @@ def _choices(annotation: Any) -> list[Any]:
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]
 
 
-def _type_fault(key: Key, shown: str, value: object, kind: str, message: str = "") -> Fault:
-    if value is None and not key.required:
-        return Fault(shown, None, "needs a value", f"give one, or leave the key out{_default(key)}")
+def _type_fault(key: Key, shown: str, value: Any, kind: str, message: str = "") -> Fault:
+    if value is None:
+        cure = (
+            f"give one: {_about(key)}" if key.required else f"give one, or leave the key out{_default(key)}"
+        )
+        return Fault(shown, None, "needs a value", cure)
     reason, cure = _TYPES.get(kind, (message, "see what the key means"))
-    if kind == "string" and not isinstance(value, list | dict):
-        cure = f"put it in quotes: {key.name}: \"{value}\" in YAML, {key.name}='\"{value}\"' in a shell"
+    if kind == "string" and isinstance(value, bool | int | float):
+        cure = f'put it in quotes: {key.name}: "{value}" in YAML, {key.name}=\'"{value}"\' in a shell'
     doc = f" ({key.doc.rstrip('.')})" if key.doc else ""
     return Fault(shown, value, reason, f"{cure}{_default(key)}{doc}")
 

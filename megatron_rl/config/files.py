@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import json
 from pathlib import Path
@@ -62,7 +63,14 @@ def reward_function(cfg: RunConfig) -> list[Fault]:
 def _reward_file(value: str, file: Path, name: str) -> list[Fault]:
     key = "reward.function"
     if not file.is_file():
-        return [Fault(key, value, f"there is no file {file}", "give the path of a Python file, then : and the function")]
+        return [
+            Fault(
+                key,
+                value,
+                f"there is no file {file}",
+                "give the path of a Python file, then : and the function",
+            )
+        ]
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
@@ -72,7 +80,9 @@ def _reward_file(value: str, file: Path, name: str) -> list[Fault]:
     if name in names or "*" in names:
         return []
     close = difflib.get_close_matches(name, sorted(names), n=1)
-    hint = f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+    hint = (
+        f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+    )
     return [Fault(key, value, f"{file} does not define {name}", hint)]
 
 
@@ -103,7 +113,9 @@ def weights(cfg: RunConfig) -> list[Fault]:
     """Pretrained weights are all there."""
     if cfg.model.init != "pretrained" or not (Path(cfg.model.path) / "config.json").is_file():
         return []
-    return _weight_files(cfg.model.path, "model.path", ", or set model.init=random to start from random weights")
+    return _weight_files(
+        cfg.model.path, "model.path", ", or set model.init=random to start from random weights"
+    )
 
 
 def _weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
@@ -116,7 +128,10 @@ def _weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
         cure = "put the weights there" + otherwise
         if list(Path(folder).glob("pytorch_model*.bin")):
             reason += ", only PyTorch .bin files"
-            cure = "convert them: load with transformers and save_pretrained, which writes safetensors" + otherwise
+            cure = (
+                "convert them: load with transformers and save_pretrained, which writes safetensors"
+                + otherwise
+            )
         return [Fault(key, folder, reason, cure)]
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
@@ -143,14 +158,20 @@ def tokenizer(cfg: RunConfig) -> list[Fault]:
         return [] if own is None else [missing]
     if (Path(folder) / "tokenizer.json").is_file():
         return []
-    cure = "give model.tokenizer_path, a folder with tokenizer.json" if own is None else "give a folder that has it"
+    cure = (
+        "give model.tokenizer_path, a folder with tokenizer.json"
+        if own is None
+        else "give a folder that has it"
+    )
     if any((Path(folder) / name).is_file() for name in ("tokenizer.model", "vocab.json")):
-        cure += "; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one from older files"
+        cure += (
+            "; transformers writes one from older files (AutoTokenizer.from_pretrained, then save_pretrained)"
+        )
     return [Fault(key, folder, "the folder has no tokenizer.json", cure)]
 
 
 def reference(cfg: RunConfig) -> list[Fault]:
-    """The reference model can be built in the actor's layout and has all its weights."""
+    """The reference model has the actor's shape and all its weights."""
     path = cfg.ref.path
     if path is None or not cfg.needs_reference:
         return []
@@ -158,20 +179,23 @@ def reference(cfg: RunConfig) -> list[Fault]:
     if shape is None:
         return faults
     actor = _shape_of(cfg)
-    if actor is not None and actor.vocab_size != shape.vocab_size:
-        reason = f"its vocabulary has {shape.vocab_size} tokens, the actor's {actor.vocab_size}"
-        faults.append(Fault("ref.path", path, reason, "use a reference with the actor's tokenizer"))
-    return [*faults, *_uneven(cfg, shape, f"of the reference {path}"), *_weight_files(path, "ref.path", "")]
+    if actor is not None:
+        # The worker builds the reference from the actor's config.json: any difference would be lost.
+        ours, theirs = dataclasses.asdict(actor), dataclasses.asdict(shape)
+        odd = [f"{name} {theirs[name]} (actor: {ours[name]})" for name in ours if theirs[name] != ours[name]]
+        odd = [text for text in odd if not text.startswith(("initializer_range", "max_position_embeddings"))]
+        if odd:
+            reason = f"the reference must have the actor's shape, and has {', '.join(odd)}"
+            faults.append(Fault("ref.path", path, reason, "use a reference of the same model as model.path"))
+    return [*faults, *_weight_files(path, "ref.path", "")]
 
 
 def tensor_parallel(cfg: RunConfig) -> list[Fault]:
     """Tensor-parallel ranks get equal parts of the model."""
     shape = _shape_of(cfg)
-    return [] if shape is None else _uneven(cfg, shape, f"of {cfg.model.path}")
-
-
-def _uneven(cfg: RunConfig, shape: ModelShape, whose: str) -> list[Fault]:
     tp = cfg.actor.tp
+    if shape is None:
+        return []
     sizes = {
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
@@ -180,7 +204,7 @@ def _uneven(cfg: RunConfig, shape: ModelShape, whose: str) -> list[Fault]:
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     if not odd:
         return []
-    reason = f"does not divide {' and '.join(odd)} {whose}"
+    reason = f"does not divide {' and '.join(odd)} of {cfg.model.path}"
     return [Fault("actor.tp", tp, reason, f"use {listed(shape.tp_choices())}")]
 
 
@@ -214,4 +238,11 @@ def engine_positions(cfg: RunConfig) -> list[Fault]:
     if shape is None or longest is None or not cfg.is_rl or longest <= shape.max_position_embeddings:
         return []
     reason = f"the model knows {shape.max_position_embeddings} positions (max_position_embeddings)"
-    return [Fault("rollout.max_model_len", longest, reason, f"use at most {shape.max_position_embeddings}, or leave it out")]
+    return [
+        Fault(
+            "rollout.max_model_len",
+            longest,
+            reason,
+            f"use at most {shape.max_position_embeddings}, or leave it out",
+        )
+    ]

@@ -1,7 +1,7 @@
 """The model's shape, read from a Hugging Face config.json. Torch-free.
 
-What a config.json asks for and this package does not compute (scaled RoPE, sliding windows, biases in odd places) is
-refused here: a model that ignores such a field runs, and is another model.
+What a config.json asks for and this package does not compute (scaled RoPE, say) is refused here: a model that
+ignores such a field runs, and is another model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_INITIALIZER_RANGE = 0.02
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes that decide a transformer's tensors; every family here has RMSNorm, SwiGLU, RoPE and grouped-query attention."""
+    """Sizes that decide a transformer's tensors; all have RMSNorm, SwiGLU, RoPE, grouped-query attention."""
 
     architecture: str
     num_layers: int
@@ -61,8 +61,8 @@ def read_model_shape(folder: str, key: str = "model.path") -> ModelShape:
     """The shape that folder/config.json describes.
 
     key: the config key that named the folder, for messages.
-    Raises ConfigError with every fault: no such folder or file, not JSON, an architecture or feature that is not supported,
-    sizes that are missing or do not fit together.
+    Raises ConfigError with every fault: no such folder or file, not JSON, an architecture or feature that is
+    not supported, sizes that are missing or do not fit together.
     """
     shape, faults = inspect_model(folder, key)
     if shape is None:
@@ -94,20 +94,26 @@ def _read_json(folder: str, key: str) -> tuple[dict[str, Any] | None, list[Fault
         cure = "give the folder that holds config.json (relative paths start at the working directory)"
         if folder.count("/") == 1 and folder[0] not in "./~":
             cure = (
-                f"if this is a name on a model hub, download it first, e.g. `hf download {folder} --local-dir "
-                f"models/{folder.split('/')[1]}`, and give that folder"
+                f"if this is a name on a model hub, download it first (`hf download {folder} --local-dir "
+                f"models/{folder.split('/')[1]}`) and give that folder"
             )
         return None, [Fault(key, folder, reason, cure)]
     file = path / "config.json"
     if not file.is_file():
-        cure = "give a folder in Hugging Face form: config.json, tokenizer.json and, unless model.init is random, safetensors"
+        cure = (
+            "give a folder in Hugging Face form: config.json, tokenizer.json, safetensors unless init=random"
+        )
         return None, [Fault(key, folder, "the folder has no config.json", cure)]
     try:
         fields: object = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return None, [Fault(key, str(file), f"is not valid JSON: {error}", "repair the file or download it again")]
+        return None, [
+            Fault(key, str(file), f"is not valid JSON: {error}", "repair the file or download it again")
+        ]
     if not isinstance(fields, dict):
-        return None, [Fault(key, str(file), "does not hold a JSON object", "repair the file or download it again")]
+        return None, [
+            Fault(key, str(file), "does not hold a JSON object", "repair the file or download it again")
+        ]
     return cast("dict[str, Any]", fields), []
 
 
@@ -117,8 +123,12 @@ def _architecture(fields: Mapping[str, Any], where: str) -> tuple[str | None, li
     found = [name for name in ARCHITECTURES if names == [name]]
     if found:
         return found[0], []
-    reason = "this architecture is not supported" if names else "does not say which architecture the model has"
-    cure = f'use a model with one of the supported architectures: {supported} ("architectures": ["{next(iter(ARCHITECTURES))}"])'
+    reason = (
+        "this architecture is not supported" if names else "does not say which architecture the model has"
+    )
+    cure = (
+        f'use a model with one of the supported: {supported} (written "architectures": ["LlamaForCausalLM"])'
+    )
     return None, [Fault(f"{where}: architectures", names, reason, cure)]
 
 
@@ -141,7 +151,10 @@ _FEATURES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, list) and _all_full(cast("list[object]", value))),
         "layers other than full_attention are not supported",
     ),
-    "partial_rotary_factor": (lambda value: value in (None, 1, 1.0), "RoPE over a part of the head is not supported"),
+    "partial_rotary_factor": (
+        lambda value: value in (None, 1, 1.0),
+        "RoPE over a part of the head is not supported",
+    ),
     "quantization_config": (_off, "quantized weights cannot be trained"),
 }
 
@@ -201,7 +214,12 @@ def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
         for name in _SIZES
         if not _is_count(fields.get(name))
     ]
-    optional = {"num_key_value_heads": _is_count, "head_dim": _is_count, "rms_norm_eps": _is_number, "rope_theta": _is_number}
+    optional = {
+        "num_key_value_heads": _is_count,
+        "head_dim": _is_count,
+        "rms_norm_eps": _is_number,
+        "rope_theta": _is_number,
+    }
     faults += [
         Fault(f"{where}: {name}", fields[name], "must be a number above 0", cure)
         for name, fits in optional.items()
@@ -209,7 +227,9 @@ def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
     ]
     if fields["architectures"] == ["Qwen2ForCausalLM"] and "num_key_value_heads" not in fields:
         # transformers reads an absent entry as 32 here, whatever num_attention_heads is.
-        faults.append(Fault(f"{where}: num_key_value_heads", None, "must be given for Qwen2ForCausalLM", cure))
+        faults.append(
+            Fault(f"{where}: num_key_value_heads", None, "must be given for Qwen2ForCausalLM", cure)
+        )
     theta = _rope_theta(fields)
     if not _is_number(theta) and fields.get("rope_theta") != theta:
         faults.append(Fault(f"{where}: rope_parameters.rope_theta", theta, "must be a number above 0", cure))
@@ -217,7 +237,7 @@ def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> Any:
-    # transformers 5 writes rope_parameters; older files have rope_theta at the top, beside an optional rope_scaling.
+    # transformers 5 writes rope_parameters; older files have rope_theta at the top and maybe a rope_scaling.
     rope: Any = fields.get("rope_scaling") or fields.get("rope_parameters")
     theta: Any = cast("dict[str, Any]", rope).get("rope_theta") if isinstance(rope, dict) else None
     theta = fields.get("rope_theta") if theta is None else theta

@@ -1,6 +1,6 @@
 """From YAML files and dotted key=value texts to a RunConfig, or to one ConfigError that lists every fault.
 
-Files are merged from left to right (mappings merge, lists and values replace), then the overrides are laid on top.
+Files are merged from left to right (mappings merge, lists and values replace), then come the overrides.
 """
 
 from __future__ import annotations
@@ -111,11 +111,13 @@ def _known(entries: list[Entry], schema: Schema, faults: list[Fault]) -> list[En
 def _placed(fault: Fault, entries: dict[str, Entry]) -> Fault:
     """The fault with the place that set its key, where one did."""
     entry = entries.get(fault.key.partition("[")[0])
-    return fault if entry is None else dataclasses.replace(fault, reason=f"{fault.reason} [set in {entry.where}]")
+    return (
+        fault if entry is None else dataclasses.replace(fault, reason=f"{fault.reason} [set {entry.where}]")
+    )
 
 
 def _build(known: dict[str, Entry], schema: Schema, unreadable: set[str]) -> tuple[RunConfig, list[Fault]]:
-    """The config, and the faults of values that do not fit. Such keys join `unreadable` and hold a stand-in."""
+    """The config, and faults of values that do not fit; their keys join `unreadable` and hold stand-ins."""
     adapter = TypeAdapter(RunConfig)
     tree = _nested(known.values(), schema)
     faults: list[Fault] = []
@@ -157,13 +159,13 @@ def _nested(entries: Any, schema: Schema) -> dict[str, Any]:
 
 
 def _node(tree: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    node: Any = tree
     for part in parts:
-        below = tree.get(part)
-        if not isinstance(below, dict):
-            # A mapping laid over a single value replaces it.
-            below = tree[part] = {}
-        tree = cast("dict[str, Any]", below)
-    return tree
+        # A mapping laid over a single value replaces it.
+        if type(node.get(part)) is not dict:
+            node[part] = {}
+        node = node[part]
+    return node
 
 
 def to_dict(cfg: RunConfig) -> dict[str, Any]:
@@ -175,18 +177,25 @@ def dump_yaml(cfg: RunConfig, *, only_changed: bool = False) -> str:
     """The run as YAML that load_config reads back. only_changed: leave out what equals its default."""
     tree = to_dict(cfg)
     if only_changed:
-        schema = run_schema()
-        changed = [
-            Entry(key.name, value, "", 0)
-            for key in schema.keys.values()
-            for value in [value_of(tree, key.name)]
-            if key.required or value != key.default
-        ]
-        tree = {}
-        for entry in changed:
-            *above, leaf = entry.key.split(".")
-            _node(tree, above)[leaf] = entry.value
-    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=1_000_000)
+        changed: dict[str, Any] = {}
+        for key in run_schema().keys.values():
+            *above, leaf = key.name.split(".")
+            value = value_of(tree, key.name)
+            if key.required or value != key.default:
+                _node(changed, above)[leaf] = value
+        tree = changed
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=1_000_000)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Mappings over several lines, lists in one."""
+
+
+def _flat_list(dumper: Any, items: list[Any]) -> Any:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+
+
+_Dumper.add_representer(list, _flat_list)
 
 
 def value_of(tree: dict[str, Any], name: str) -> Any:

@@ -14,6 +14,6 @@ class ModelConfig:
     tokenizer_path: UserPath | None = None
     """Folder with tokenizer.json; the model's folder when not given."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """pretrained reads the weights in `path`; random draws them from trainer.seed, the same for every layout."""
+    """pretrained reads the weights in `path`; random draws them from trainer.seed, equal for every layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the trained weights; bfloat16 keeps float32 masters in the optimizer."""

@@ -1,4 +1,4 @@
-"""Names that a config may use for functions of the layers above. Those layers import torch; a test holds both equal."""
+"""Names of functions of the layers above, which import torch. A test holds both equal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From YAML files and `key=value` texts to a flat list of entries, each with the place that set it.
 
-YAML as people mean it: 1e-6 is a number, 2024-01-01 and 1:30 are text (PyYAML reads text, a date and 90), and a key that
-stands twice in a mapping is an error (PyYAML keeps the last without a word).
+YAML as people mean it: 1e-6 is a number, 2024-01-01 and 1:30 are text (PyYAML: text, a date and 90), and a
+key that stands twice in a mapping is an error (PyYAML keeps the last without a word).
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$")
 class Entry:
     """One leaf of a source. value is a scalar, a list, or an empty mapping.
 
-    Example: Entry("actor.optim.lr", 1e-6, "run.yaml:12", 0)
+    Example: Entry("actor.optim.lr", 1e-6, "in run.yaml:12", 0)
     """
 
     key: str
     value: Any
     where: str
-    """file:line, or "the command line"."""
+    """Completes "set ...": "in run.yaml:12", "on the command line"."""
     source: int
     """Place of the source in the order of merging; a later one wins."""
+
+
+_ON_COMMAND_LINE = "on the command line"
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,12 +48,15 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in rules if tag.removeprefix(_TAG) not in ("int", "float", "timestamp")]
-    for first, rules in cast("dict[str, list[tuple[str, Any]]]", yaml.SafeLoader.yaml_implicit_resolvers).items()
+    first: [
+        (tag, regexp) for tag, regexp in rules if tag.removeprefix(_TAG) not in ("int", "float", "timestamp")
+    ]
+    for first, rules in cast(
+        "dict[str, list[tuple[str, Any]]]", yaml.SafeLoader.yaml_implicit_resolvers
+    ).items()
 }
 for _name, _regexp in (("float", _FLOAT), ("int", _INT)):
     cast(Any, _Loader).add_implicit_resolver(_TAG + _name, _regexp, list("-+.0123456789"))
-
 
 
 def read_file(path: str, source: int) -> tuple[list[Entry], list[Fault]]:
@@ -64,7 +70,9 @@ def read_file(path: str, source: int) -> tuple[list[Entry], list[Fault]]:
     except PermissionError:
         return [], [Fault(path, path, "may not be read", "make it readable for you (chmod u+r)")]
     except UnicodeDecodeError as error:
-        return [], [Fault(path, path, f"is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8")]
+        return [], [
+            Fault(path, path, f"is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8")
+        ]
     return _read_text(text, path, source)
 
 
@@ -99,12 +107,14 @@ class _Walk:
         for name, (line, value) in self._pairs(node, prefix).items():
             key = prefix + name
             if id(value) in above:
-                self.faults.append(Fault(key, "*", "the mapping holds itself", "write the value out in place of the alias"))
+                self.faults.append(
+                    Fault(key, "*", "the mapping holds itself", "write the value out in place of the alias")
+                )
             elif isinstance(value, yaml.MappingNode) and value.value:
                 self.mapping(value, key + ".", (*above, id(node), id(value)))
             else:
                 built: Any = self.loader.construct_object(value, deep=True)
-                where = "the command line" if self.path is None else f"{self.path}:{line}"
+                where = _ON_COMMAND_LINE if self.path is None else f"in {self.path}:{line}"
                 self.entries.append(Entry(key, built, where, self.source))
 
     def _pairs(self, node: yaml.MappingNode, prefix: str) -> dict[str, tuple[int, yaml.Node]]:
@@ -118,7 +128,9 @@ class _Walk:
             text: object = key_node.value
             where = f"{self.path or 'the command line'}:{line}"
             if not isinstance(text, str) or key_node.tag != f"{_TAG}str":
-                self.faults.append(Fault(where, text, f"a key must be text, and this reads as {_kind(key_node)}", "quote it"))
+                self.faults.append(
+                    Fault(where, text, f"a key must be text, and this reads as {_kind(key_node)}", "quote it")
+                )
             elif "." in text:
                 nested = ": {".join(text.split(".")) + ": ..." + "}" * text.count(".")
                 cure = f"nest it: `{nested}`; the dotted form is for the command line"
@@ -156,7 +168,7 @@ def _yaml_fault(error: yaml.YAMLError, text: str, path: str) -> Fault:
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     problem = " ".join(part for part in (error.problem, error.context) if part)
-    cure = "correct this line or the one above it: one space after each colon, equal indentation, closed quotes and brackets"
+    cure = "correct it or the line above: space after colons, equal indentation, closed quotes and brackets"
     if "\t" in line:
         cure = "indent with spaces, not tabs"
     elif "single document" in (error.context or ""):
@@ -192,10 +204,17 @@ def _read_override(text: str, source: int) -> tuple[list[Entry], list[Fault]]:
             walk.mapping(node, key + ".", ())
             return walk.entries, walk.faults
         built: Any = None if node is None else loader.construct_object(node, deep=True)
-        return [Entry(key, built, "the command line", source)], []
+        return [Entry(key, built, _ON_COMMAND_LINE, source)], []
     except yaml.YAMLError as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        return [], [Fault(key, value, f"the value is not YAML: {problem}", f"quote it for YAML and the shell: {key}=\"'...'\"")]
+        return [], [
+            Fault(
+                key,
+                value,
+                f"the value is not YAML: {problem}",
+                f"quote it for YAML and the shell: {key}=\"'...'\"",
+            )
+        ]
     finally:
         loader.dispose()
 

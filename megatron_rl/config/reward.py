@@ -20,6 +20,6 @@ class RewardConfig:
     timeout_s: PositiveFloat = 10.0
     """Seconds that one sample may take; a process over it is killed and replaced."""
     failed_score: float = 0.0
-    """Score of a sample whose reward raised, crashed or ran out of time; such samples are counted and shown."""
+    """Score of a sample whose reward raised, crashed or ran out of time; such are counted and shown."""
     max_failed_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """The run stops when more than this share of a step's samples fail."""

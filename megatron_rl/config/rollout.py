@@ -18,18 +18,21 @@ class ValSamplingConfig:
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
     top_p: Share = 1.0
+    """Nucleus of validation samples."""
     top_k: int = -1
+    """Most likely tokens kept in validation; -1 keeps all."""
 
 
 @section
 class RolloutConfig:
     name: Literal["vllm", "hf", "fake"] = "vllm"
-    """Engine: vllm, transformers' generate (slow, for comparison), or a deterministic stand-in for tests of the loop."""
+    """Engine: vllm, transformers' generate (slow, for comparison), or a deterministic stand-in for tests."""
     n: PositiveInt = 8
     """Samples per prompt."""
     temperature: PositiveFloat = 1.0
+    """Sampling temperature; log-probabilities are taken at it on both sides."""
     top_p: Share = 1.0
-    """Nucleus; training refuses values below 1, whose renormalised probabilities the trainer does not reproduce."""
+    """Nucleus; training refuses values below 1: the trainer does not renormalise probabilities as they do."""
     top_k: int = -1
     """Most likely tokens kept; -1 keeps all. Training refuses other values, for the same reason."""
     stop: list[str] = Field(default_factory=list)
@@ -53,7 +56,7 @@ class RolloutConfig:
     free_cache_engine: bool = True
     """Give the KV cache's memory back while the actor trains."""
     seed_per_sample: bool = True
-    """Give each sample a seed of its own, so that the samples depend neither on the layout nor on batch order."""
+    """Give each sample a seed of its own, so that samples depend neither on the layout nor on batch order."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keywords for the engine's constructor."""
     val: ValSamplingConfig = Field(default_factory=ValSamplingConfig)

@@ -134,9 +134,9 @@ CHECKS: tuple[Check, ...] = (
 
 
 def cross_faults(cfg: RunConfig, unreadable: frozenset[str] = frozenset()) -> list[Fault]:
-    """Everything wrong with `cfg` that no single section can see: sizes, layout, names, files, the model's shape.
+    """Everything wrong with `cfg` that no single section can see: sizes, layout, names, files, model shape.
 
     unreadable: keys whose own value is wrong already; checks that read one of them are left out.
-    Reads the files that the config names (config.json, a list of weight files, a reward file), no data and no weights.
+    Reads what the config names (config.json, the index of weight files, a reward file), no data, no weights.
     """
     return [fault for check in CHECKS if not unreadable & set(check.reads) for fault in check.run(cfg)]

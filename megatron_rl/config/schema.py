@@ -33,7 +33,7 @@ class Key:
 
     @property
     def number(self) -> str:
-        """"int" or "float" where the value is a number, else ""."""
+        """ "int" or "float" where the value is a number, else ""."""
         kinds = _parts(self.annotation) & {int, float}
         return kinds.pop().__name__ if kinds else ""
 
@@ -69,16 +69,18 @@ class Schema:
 
     def suggest(self, name: str) -> list[str]:
         """Keys that the writer of an unknown `name` may have meant, best first, at most three."""
-        leaf = name.rpartition(".")[2]
-        same_leaf = [key.name for key in self.keys.values() if key.leaf == leaf]
-        close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=3, cutoff=0.8)
-        leaves = {key.leaf for key in self.keys.values()}
-        close_leaves = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.8) if len(leaf) > 2 else []
-        near = [key.name for match in close_leaves for key in self.keys.values() if key.leaf == match]
-        # A slip in the leaf of a section that exists is likelier than a key of another section.
-        here = f"{self.section_of(name)}."
-        near.sort(key=lambda candidate: not candidate.startswith(here))
-        return list(dict.fromkeys([*same_leaf, *near, *close] if same_leaf or near else close))[:3]
+        leaf, leaves = name.rpartition(".")[2], {key.leaf for key in self.keys.values()}
+        near = [leaf] if leaf in leaves else []
+        if not near and len(leaf) > 2:
+            near = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.75)
+        found = [key.name for key in self.keys.values() if key.leaf in near]
+        found += difflib.get_close_matches(name, self.keys, n=3, cutoff=0.85)
+        if "." not in name:
+            found += difflib.get_close_matches(name, sorted(self.sections), n=1, cutoff=0.6)
+        likeness = {key: difflib.SequenceMatcher(None, name, key).ratio() for key in found}
+        ranked = sorted(likeness, key=lambda key: -likeness[key])
+        # One that is near in every letter leaves no doubt; the others would only distract.
+        return ranked[:1] if ranked and likeness[ranked[0]] > 0.9 else ranked[:3]
 
 
 def _parts(annotation: Any) -> set[Any]:

@@ -31,7 +31,9 @@ class TrainerConfig:
     default_local_dir: UserPath = "runs"
     """Folder of all runs; this one's is default_local_dir/experiment_name."""
     project_name: str = "megatron_rl"
+    """Project that sinks such as wandb file the run under."""
     experiment_name: str = "run"
+    """Name of the run and of its folder."""
     logger: Annotated[list[Sink], OneOrMany] = Field(default_factory=lambda: ["console"])
     """Sinks beside metrics.jsonl, which is always written."""
     num_logged_rollouts: NonNegativeInt = 4

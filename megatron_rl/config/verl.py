@@ -1,7 +1,7 @@
 """A verl config, from YAML or from dotted overrides, read as one of ours.
 
-A config is verl's when it has a key under actor_rollout_ref. Each of its keys is then mapped to ours, or accepted because
-it changes nothing here, or refused; nothing is dropped without a word. Our own keys may stand beside verl's.
+A config is verl's when it has a key under actor_rollout_ref. Each of its keys is then mapped, accepted
+because it changes nothing here, or refused: nothing is dropped without a word. Our keys may stand beside.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from megatron_rl.config.schema import Schema
 from megatron_rl.config.verl_keys import ACTOR, REF, ROLLOUT
 from megatron_rl.errors import Fault
 
+_DEFAULT = "verl's default"
+
 
 @dataclass(frozen=True)
 class Mapped:
-    """verl's key, and what it became. default: the config does not hold it; the value is verl's default."""
+    """verl's key, and what it became. note: why, where the config does not hold the key itself."""
 
     verl_key: str
     key: str
     value: Any
-    default: bool = False
+    note: str = ""
 
     def __str__(self) -> str:
-        note = "  (verl's default)" if self.default else ""
-        return f"{self.verl_key} -> {self.key} = {self.value}{note}"
+        return f"{self.verl_key} -> {self.key} = {self.value}" + (f"  ({self.note})" if self.note else "")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def is_verl(entries: Iterable[Entry]) -> bool:
 
 
 def translate(entries: Iterable[Entry], schema: Schema) -> Translation:
-    """Entries of all sources in our keys. Of two sources that set the same key, the later one wins, whosever name it used."""
+    """All entries in our keys. Where two sources set the same key the later wins, whichever name it uses."""
     latest: dict[str, Entry] = {}
     for entry in entries:
         latest.pop(entry.key, None)
@@ -74,11 +75,13 @@ def translate(entries: Iterable[Entry], schema: Schema) -> Translation:
             _one(work, entry)
     for verl_key, (key, value) in keys.DEFAULTS.items():
         if key not in work.placed:
-            work.place(Entry(verl_key, value, "", -1), key, value, default=True)
-    placed = work.placed.values()
+            work.place(Entry(verl_key, value, "", -1), key, value, note=_DEFAULT)
+    placed = list(work.placed.values())
+    order = {key: place for place, key in enumerate(latest)}
+    mapped = [mapped for _, mapped in placed if mapped is not None]
     return Translation(
         [entry for entry, _ in placed],
-        tuple(mapped for _, mapped in placed if mapped is not None),
+        tuple(sorted(mapped, key=lambda one: order.get(one.verl_key, len(order)))),
         tuple(work.accepted),
         work.faults,
     )
@@ -86,11 +89,13 @@ def translate(entries: Iterable[Entry], schema: Schema) -> Translation:
 
 @dataclass
 class _Work:
-    """The translation under way. placed: our key -> its entry, and how it came from verl's (None: it was ours)."""
+    """The translation under way. placed: our key -> its entry, and its origin in verl's keys, if any."""
 
     latest: dict[str, Entry]
     schema: Schema
-    placed: dict[str, tuple[Entry, Mapped | None]] = field(default_factory=dict[str, tuple[Entry, Mapped | None]])
+    placed: dict[str, tuple[Entry, Mapped | None]] = field(
+        default_factory=dict[str, tuple[Entry, Mapped | None]]
+    )
     accepted: list[Accepted] = field(default_factory=list[Accepted])
     faults: list[Fault] = field(default_factory=list[Fault])
     done: set[str] = field(default_factory=set[str])
@@ -100,19 +105,18 @@ class _Work:
         entry = self.latest.get(verl_key)
         return default if entry is None else entry.value
 
-    def place(self, entry: Entry, key: str, value: Any, *, default: bool = False) -> None:
+    def place(self, entry: Entry, key: str, value: Any, *, own: bool = False, note: str = "") -> None:
         """Set our `key`; of two verl keys that mean it, the one of the later source counts."""
         self.done.add(entry.key)
         other = self.placed.get(key)
         if other is not None and other[0].source == entry.source and other[0].value != value:
-            reason = f"{other[0].where} sets {key} to {other[0].value!r}, and this key means the same"
+            reason = f"{key} is set to {other[0].value!r} {other[0].where}, and this key means the same"
             self.faults.append(Fault(entry.key, value, reason, "keep one of the two"))
         if other is not None and other[0].source > entry.source:
             return
-        where = entry.where if entry.key == key else f"{entry.key}, {entry.where}"
-        own = entry.key == key and key not in keys.RENAMED and key not in keys.SPECIAL
-        mapped = None if own else Mapped(entry.key, key, value, default)
-        where = f"verl's default of {entry.key}" if default else where
+        where = entry.where if entry.key == key else f"by {entry.key} {entry.where}"
+        where = f"by {_DEFAULT} of {entry.key}" if note else where
+        mapped = None if own else Mapped(entry.key, key, value, note)
         self.placed[key] = (Entry(key, value, where, entry.source), mapped)
 
     def accept(self, verl_key: str, why: str) -> None:
@@ -124,7 +128,7 @@ class _Work:
         """Note that a key cannot be honoured."""
         self.done.add(verl_key)
         entry = self.latest[verl_key]
-        self.faults.append(Fault(verl_key, entry.value, f"{reason} [set in {entry.where}]", cure))
+        self.faults.append(Fault(verl_key, entry.value, f"{reason} [set {entry.where}]", cure))
 
 
 def _one(work: _Work, entry: Entry) -> None:
@@ -147,7 +151,7 @@ def _one(work: _Work, entry: Entry) -> None:
     elif (why := _neutral(work, key, value)) is not None:
         work.accept(key, why)
     elif work.schema.key_of(key) is not None or (key in work.schema.sections and value in (None, {})):
-        work.place(entry, key, value)
+        work.place(entry, key, value, own=True)
     else:
         work.refuse(key, *_no_counterpart(work.schema, key))
 
@@ -190,11 +194,20 @@ def _no_counterpart(schema: Schema, key: str) -> tuple[str, str]:
     if key.startswith("critic."):
         return "this verl key has no counterpart here", "remove it: no algorithm here uses a critic yet"
     if key in known_keys():
-        return "this value of a verl key has no counterpart here", "remove it, or give the value that is verl's default"
+        return (
+            "this value of a verl key has no counterpart here",
+            "remove it, or give the value that is verl's default",
+        )
     close = difflib.get_close_matches(key, [*known_keys(), *schema.keys], n=2, cutoff=0.8)
     if close:
-        return "this key is neither verl's, as far as known here, nor ours", f"did you mean {' or '.join(close)}?"
-    return "this verl key has no counterpart here", "remove it, or set what you need with keys of this package"
+        return (
+            "this key is neither verl's, as far as known here, nor ours",
+            f"did you mean {' or '.join(close)}?",
+        )
+    return (
+        "this verl key has no counterpart here",
+        "remove it, or set what you need with keys of this package",
+    )
 
 
 # Rules for keys that only mean something together. Each takes the keys that it understands.
@@ -283,7 +296,10 @@ def _reference_layout(work: _Work) -> None:
 
 
 def _lengths(work: _Work) -> None:
-    for key, ours in (("prompt_length", "data.max_prompt_length"), ("response_length", "data.max_response_length")):
+    for key, ours in (
+        ("prompt_length", "data.max_prompt_length"),
+        ("response_length", "data.max_response_length"),
+    ):
         if ROLLOUT + key not in work.latest:
             continue
         if work.value(ROLLOUT + key) == work.value(ours, 512):
@@ -316,7 +332,8 @@ def _reward(work: _Work) -> None:
             work.place(entry, "reward.function", f"{path}:{name or 'compute_score'}")
     if "reward.function" not in work.placed and "reward.function" not in work.latest:
         chooser = Entry("custom_reward_function.path", None, "", -1)
-        work.place(chooser, "reward.function", "math", default=True)
+        note = f"{_DEFAULT} goes by data_source; math grades numbers and formulas"
+        work.place(chooser, "reward.function", "math", note=note)
 
 
 def _run_folder(work: _Work) -> None:

@@ -102,7 +102,7 @@ SPECIAL: dict[str, tuple[str, dict[Any, Any]]] = {
     ROLLOUT + "top_k": ("rollout.top_k", {0: -1}),
     ROLLOUT + "val_kwargs.top_k": ("rollout.val.top_k", {0: -1}),
     "critic.enable": ("critic.enable", {None: False}),
-    "data.val_files": ("data.val_files", {None: ()}),
+    "data.val_files": ("data.val_files", {None: []}),
 }
 """verl's key -> the key, and the values that are written otherwise here. Other values stay as they are."""
 
@@ -124,7 +124,7 @@ DEFAULTS: dict[str, tuple[str, Any]] = {
     "trainer.save_freq": ("trainer.save_freq", 0),
     "trainer.test_freq": ("trainer.test_freq", 0),
 }
-"""verl's defaults that decide what is trained and that differ from ours: they hold where a verl config is silent."""
+"""verl's defaults that decide what is trained and are not ours: they hold where a verl config is silent."""
 
 Accepts = Callable[[Any], bool]
 
@@ -138,7 +138,9 @@ def _unset(value: Any) -> bool:
 
 
 def _is(*values: Any) -> Accepts:
-    return lambda value: any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+    return lambda value: any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
+    )
 
 
 _OFFLOAD = "nothing is moved to the host here: same numbers, more memory"
@@ -336,6 +338,12 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
 }
 """verl's key -> (values that change nothing here, why)."""
 
+DIFFERENCES: tuple[str, ...] = (
+    "verl's policy loss also bounds the ratio where advantages are negative (dual clip, clip_ratio_c = 3.0); "
+    "this one does not",
+)
+"""What a verl config leaves unsaid and is otherwise here, to be shown with every mapping."""
+
 NEUTRAL_WITHIN: dict[str, tuple[str, str]] = {
     ACTOR + "profiler.": ("enable", "no profiler runs"),
     REF + "profiler.": ("enable", "no profiler runs"),
@@ -349,10 +357,11 @@ NEUTRAL_WITHIN: dict[str, tuple[str, str]] = {
 """Prefix of verl's keys -> (the leaf that must be off, why all others change nothing)."""
 
 CURES: dict[str, str] = {
-    ACTOR + "strategy": "remove it, or write megatron: training always runs through Megatron-Core (FSDP is not offered)",
-    REF + "strategy": "remove it, or write megatron: every model runs through Megatron-Core (FSDP is not offered)",
+    ACTOR
+    + "strategy": "remove it, or write megatron: FSDP is not offered, training runs through Megatron-Core",
+    REF + "strategy": "remove it, or write megatron: FSDP is not offered, models run through Megatron-Core",
     ACTOR + "ppo_micro_batch_size": f"use {ACTOR}ppo_micro_batch_size_per_gpu, sequences of one rank",
-    ACTOR + "clip_ratio_c": "remove it: dual clip is not offered; the clipped loss here has clip_ratio_low and clip_ratio_high",
+    ACTOR + "clip_ratio_c": "remove it: dual clip is not offered; clip_ratio_low and clip_ratio_high are",
     ACTOR + "optim.lr_warmup_steps_ratio": f"give {ACTOR}optim.lr_warmup_steps, a number of optimizer steps",
     ACTOR + "optim.min_lr": f"give {ACTOR}optim.min_lr_ratio, the last rate as a share of lr",
     ACTOR + "ulysses_sequence_parallel_size": "set it to 1: sequences are not split over ranks yet",
@@ -364,14 +373,15 @@ CURES: dict[str, str] = {
     ROLLOUT + "multi_turn.enable": "set it to false: responses have one turn here",
     MODEL + "lora_rank": "set it to 0: LoRA is not offered yet",
     "algorithm.kl_ctrl.type": "write fixed: an adaptive KL coefficient is not offered yet",
-    "algorithm.filter_groups.enable": "set it to false; algorithm.drop_flat_groups=true leaves flat groups out (no resampling)",
+    "algorithm.filter_groups.enable": "set it to false; algorithm.drop_flat_groups drops without resampling",
     "trainer.resume_mode": "write disable: runs cannot be resumed yet, and this one would start afresh",
     "trainer.val_only": "remove it and run `megatron-rl eval` with this config",
     "trainer.critic_warmup": "set it to 0: no algorithm here uses a critic yet",
     "trainer.max_actor_ckpt_to_keep": "remove it: all saves are kept",
-    "trainer.rollout_data_dir": "remove it: rollouts.jsonl is always written; trainer.num_logged_rollouts says how many a step",
-    "trainer.log_val_generations": "remove it: samples of each step are in rollouts.jsonl (trainer.num_logged_rollouts)",
+    "trainer.rollout_data_dir": "remove it: rollouts.jsonl is always written (trainer.num_logged_rollouts)",
+    "trainer.log_val_generations": "remove it: rollouts.jsonl has samples (trainer.num_logged_rollouts)",
     "reward_model.enable": "set it to false: rewards are functions here (reward.function)",
     "reward_model.reward_manager": "write naive, and say what differs in the reward function",
+    "defaults": "remove it: Hydra's lists of defaults are not read; give all files on the command line",
 }
 """What to do about verl's keys that have an effect there and no counterpart here."""

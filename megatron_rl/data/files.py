@@ -34,8 +34,7 @@ class BadRow(DataError):
 
 
 def refuse_bad_rows(bad: Sequence[tuple[Row, str]], num_rows: int, what: str) -> None:
-    """Raise a DataError that counts the `bad` (row, reason) and shows the first NUM_SHOWN, if there are
-    any."""
+    """Raise a DataError that counts the bad (row, reason) and shows the first NUM_SHOWN, if there are any."""
     if not bad:
         return
     head = f"{len(bad)} of {num_rows} {what} rows cannot be used:"

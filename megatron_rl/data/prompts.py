@@ -86,14 +86,14 @@ def load_prompts(
 
 
 def refuse_overlong(overlong: Sequence[Length], num_rows: int, limit: int, noun: str, key: str) -> None:
-    """Raise a DataError that counts the overlong rows, shows the first and says what helps, if there are
-    any."""
+    """Raise a DataError that counts overlong rows, shows the first and says what helps, if there are any."""
     if not overlong:
         return
     longest = max(length.num_tokens for length in overlong)
     head = (
-        f"{len(overlong)} of {num_rows} rows hold {noun} of more than {key} = {limit} tokens (longest: {longest}) "
-        f"-- raise {key} to {longest}, or set data.overlong_prompts to filter or truncate:"
+        f"{len(overlong)} of {num_rows} rows hold {noun} of more than {key} = {limit} tokens "
+        f"(the longest has {longest}) -- raise {key} to {longest}, or set data.overlong_prompts to filter or "
+        "truncate:"
     )
     lines = [f"  {length.row.where}: {length.num_tokens} tokens" for length in overlong[:NUM_SHOWN]]
     if len(overlong) > NUM_SHOWN:

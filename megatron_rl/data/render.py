@@ -13,7 +13,6 @@ good as another.
 from __future__ import annotations
 
 import json
-import os
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,8 +102,7 @@ class Renderer:
         return self._encode_whole(self.prompt_text(prompt))
 
     def sft_ids(self, prompt: str | list[Message], response: str) -> tuple[list[int], list[bool]]:
-        """(token ids, loss mask) of a prompt and its response, the mask True on the response and its end
-        token.
+        """(token ids, loss mask) of a prompt and response, the mask True on the response and its end token.
 
         The ids begin with prompt_ids(prompt): the model is trained on the tokens that it is given later.
         """
@@ -155,8 +153,8 @@ class Renderer:
             if not text.startswith(before):
                 raise BadRow(
                     "the chat template rewrites earlier turns when later ones are added "
-                    f"({_first_difference(before, text)}), so no loss mask would be right -- write one row for "
-                    "each response (prompt and response keys), or set data.chat_template=plain"
+                    f"({_first_difference(before, text)}), so no loss mask would be right -- write one row "
+                    "for each response (prompt and response keys), or set data.chat_template=plain"
                 )
             whole = self.encode(text)
             added = whole[len(ids) :] if whole[: len(ids)] == ids else self.encode(text[len(before) :])
@@ -198,8 +196,8 @@ class Renderer:
     def _end_text(self) -> str:
         if not self._eos_token_ids:
             raise DataError(
-                f"{self.tokenizer_path}: neither the tokenizer nor generation_config.json names an end token, "
-                "so responses would never end -- set eos_token in tokenizer_config.json"
+                f"{self.tokenizer_path}: neither the tokenizer nor generation_config.json names an end "
+                "token, so responses would never end -- set eos_token in tokenizer_config.json"
             )
         return self.decode([self._eos_token_ids[0]], skip_special_tokens=False)
 
@@ -209,8 +207,7 @@ class Renderer:
         return ids
 
     def _check_lossless(self, text: str, ids: list[int]) -> None:
-        """A tokenizer may drop characters it has no token for without a word; the model would be asked
-        something else."""
+        """Refuse text of which a tokenizer drops characters, without a word, for want of a token."""
         if not text:
             raise BadRow("the text is empty -- leave the row out")
         decoded = self.decode(ids, skip_special_tokens=False)
@@ -238,12 +235,12 @@ class Renderer:
                 ids = self.encode(failed[0])
                 example = f", for instance {failed[0]!r} becomes {ids} and then {self.decode(ids)!r}"
             raise DataError(
-                f"{self.tokenizer_path}: the tokenizer does not round-trip: {len(failed)} of {len(probes)} texts "
-                f"of its own vocabulary do not come back{example}. transformers loaded it as "
-                f"{type(self._tokenizer).__name__}; it picks the class by model_type in config.json, whatever "
-                "tokenizer.json holds -- use the tokenizer.json that belongs to that class (Qwen2: byte-level "
-                "BPE), or keep the tokenizer in a folder without config.json, with tokenizer_class "
-                "PreTrainedTokenizerFast in its tokenizer_config.json, and name it in model.tokenizer_path"
+                f"{self.tokenizer_path}: the tokenizer does not round-trip: {len(failed)} of {len(probes)} "
+                f"texts of its own vocabulary do not come back{example}. transformers loaded it as "
+                f"{type(self._tokenizer).__name__}; it picks the class by model_type in config.json, "
+                "whatever tokenizer.json holds -- use the tokenizer.json that belongs to that class (Qwen2: "
+                "byte-level BPE), or keep the tokenizer in a folder without config.json, with "
+                "tokenizer_class PreTrainedTokenizerFast, and name that folder in model.tokenizer_path"
             )
 
     def _find_eos_token_ids(self, model_folder: Path) -> tuple[int, ...]:
@@ -277,7 +274,7 @@ def check_messages(messages: object) -> None:
 def _load_tokenizer(path: str) -> Any:
     if not Path(path).is_dir():
         raise DataError(
-            f"{path}: there is no such folder -- name a local folder with tokenizer.json in model.tokenizer_path"
+            f"{path}: there is no such folder -- name a local one with tokenizer.json in model.tokenizer_path"
         )
     try:
         from transformers import AutoTokenizer
@@ -300,7 +297,8 @@ def _visible(text: str) -> str:
 
 
 def _first_difference(expected: str, found: str) -> str:
-    start = len(os.path.commonprefix([expected, found]))
+    pairs = zip(expected, found, strict=False)
+    start = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     here = slice(start, start + 20)
     return f"expected {expected[here]!r} at character {start + 1}, found {found[here]!r}"
 

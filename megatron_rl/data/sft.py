@@ -42,8 +42,8 @@ class SftSet:
     num_truncated: int
     """Rows of which only the first data.max_prompt_length + data.max_response_length tokens are kept."""
     num_without_end: int
-    """Samples whose last trained token is no end token (truncated ones, or a template that writes none): they
-    do not teach the model to stop."""
+    """Samples whose last trained token is no end token, so that they do not teach when to stop: cut ones, and
+    all of them under a template that writes no end token."""
 
 
 def load_sft(
@@ -121,7 +121,7 @@ def _check_trained(mask: list[bool], num_tokens: int) -> None:
         return
     if len(mask) < num_tokens:
         raise BadRow(
-            f"the first {len(mask)} of its {num_tokens} tokens, all that is kept (data.overlong_prompts=truncate), "
+            f"the first {len(mask)} of its {num_tokens} tokens, which data.overlong_prompts=truncate keeps, "
             "hold no response -- raise data.max_prompt_length, or filter"
         )
     raise BadRow("no token is trained on -- give a response, or leave the row out")

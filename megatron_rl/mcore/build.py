@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -103,9 +104,13 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         pipeline_dtype=DTYPES[dtype],
         bf16=half,
         autocast_dtype=DTYPES[dtype],
-        # Weights are loaded or drawn by weights/: megatron's own draw would be thrown away.
+        # Weights are loaded or drawn by weights/, so megatron's own draw does nothing. It still has to run: it marks the
+        # parameters that tensor parallelism splits, and an unmarked one is left out of the gradient norm without a word.
         use_cpu_initialization=not torch.cuda.is_available(),
-        perform_initialization=False,
+        perform_initialization=True,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
         # Losses arrive weighted by global counts, so gradients are plain sums over tokens and ranks.
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
@@ -120,6 +125,10 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         # megatron-core 0.16 drops an output's storage while gloo may still be sending it.
         deallocate_pipeline_outputs=torch.cuda.is_available() and parallel.pp > 1,
     )
+
+
+def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -175,7 +184,8 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
             adam_beta1=optim.adam_beta1,
             adam_beta2=optim.adam_beta2,
             adam_eps=optim.adam_eps,
-            clip_grad=optim.grad_clip,
+            # 0 would also stop the norm from being computed; no norm is above infinity.
+            clip_grad=optim.grad_clip or math.inf,
             bf16=half,
             params_dtype=policy.config.params_dtype,
             use_distributed_optimizer=actor.use_distributed_optimizer,

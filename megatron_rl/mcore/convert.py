@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core import parallel_state
@@ -72,18 +72,22 @@ def load_hf(policy: Policy, source: WeightSource) -> None:
 
 
 @torch.no_grad()
-def export_hf(policy: Policy, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def export_hf(
+    policy: Policy,
+    dtype: torch.dtype | None = None,
+    of: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every HF tensor whole, in HF order, on every rank: a collective over the tensor-parallel group.
 
-    dtype: of the exported tensors; the model's own when not given. Tensors are views into a buffer of one parameter:
-    use each before asking for the next.
+    dtype: of the exported tensors; their own when not given. of: what of each parameter is exported, its value by
+    default (its main_grad, say, gives gradients in HF coordinates). Each tensor is new memory, never reused.
     """
     group, tp, rank = _tp()
     shapes = hf_shapes(policy.shape, FAMILIES[policy.shape.architecture])
     tables = [local_params(policy.shape, tp, r) for r in range(tp)]
     held = _checked_parameters(policy, tables[rank])
     for shards in zip(*tables, strict=True):
-        local = held[shards[rank].name].detach()
+        local = of(held[shards[rank].name])
         local = local if dtype is None else local.to(dtype)
         split = any(shard.blocks != shards[0].blocks for shard in shards)
         parts = [local] if not split else [torch.empty_like(local) for _ in range(tp)]

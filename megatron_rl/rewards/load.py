@@ -18,8 +18,8 @@ from megatron_rl.rewards.base import RewardFn, RewardSample
 
 FORMS = (
     "accepted forms: fn(data_source, solution_str, ground_truth, extra_info), called by these names (any but "
-    "solution_str may be left out), or fn(sample) with a megatron_rl.rewards.base.RewardSample; each may take "
-    "the keywords of reward.kwargs too"
+    "solution_str may be left out), or fn(sample) with a megatron_rl.rewards.base.RewardSample; each may "
+    "take the keywords of reward.kwargs too"
 )
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 

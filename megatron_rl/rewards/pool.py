@@ -43,8 +43,7 @@ class _Worker:
     """Of the message that is awaited: the word that the reward is loaded, or the result of assigned[0]."""
     loaded: bool = False
     assigned: deque[int] = field(default_factory=deque)
-    """Numbers of the samples that the process has and has not answered, in the order in which it scores
-    them."""
+    """Numbers of the samples that the process has not answered yet, in the order of their scoring."""
 
 
 class RewardPool:
@@ -89,8 +88,7 @@ class RewardPool:
         self.close()
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """One result a sample, in order. A sample that raises, hangs or crashes has `failed` set; the others
-        are untouched.
+        """One result a sample, in order. Where the reward raises, hangs or crashes, `failed` says how.
 
         Raises RewardError when the reward cannot be loaded.
         """
@@ -119,7 +117,8 @@ class RewardPool:
         if result.failed is not None:
             raise RewardError(
                 f"reward.function: {self._setup.spec!r} fails on a first sample "
-                f"(response {sample.solution_str[:80]!r}, ground truth {sample.ground_truth!r}): {result.failed}"
+                f"(response {sample.solution_str[:80]!r}, ground truth {sample.ground_truth!r}): "
+                f"{result.failed}"
             )
         return result
 
@@ -180,13 +179,12 @@ class RewardPool:
             if not awaited or now < worker.deadline or worker.connection.poll():
                 continue
             if not worker.loaded:
-                limit = f"{self._start_timeout_s:g} s"
+                waited = f"{self._start_timeout_s:g} s"
                 raise RewardError(
-                    f"reward.function: {self._setup.spec!r} was not loaded within {limit} -- make its import faster"
+                    f"reward.function: {self._setup.spec!r} was not loaded within {waited} "
+                    "-- make its import faster"
                 )
-            reason = (
-                f"no result within {self._setup.timeout_s:g} s (reward.timeout_s); its process was killed"
-            )
+            reason = f"no result within {self._setup.timeout_s:g} s (reward.timeout_s); its process is killed"
             self._give_up(worker, reason, results, pending)
 
     def _bury(self, worker: _Worker, results: list[RewardResult | None], pending: deque[int]) -> None:
@@ -196,7 +194,7 @@ class RewardPool:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             status = worker.process.wait()
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        how = f"signal {-status}, {signal.strsignal(-status)}" if status < 0 else f"exit status {status}"
         if not worker.loaded:
             raise RewardError(
                 f"reward.function: {self._setup.spec!r} -- its process died while loading it ({how})"

@@ -36,8 +36,10 @@ class Setup:
 
 
 def main(socket_number: int) -> None:
-    """Serve until the other end closes. Messages out: None once loaded (or the error text), then one
-    RewardResult a sample."""
+    """Serve until the other end closes.
+
+    Messages out: None once the reward is loaded, or why it is not; then one RewardResult for each sample.
+    """
     threading.Thread(target=_end_with_parent, args=(socket_number,), daemon=True).start()
     connection = Connection(socket_number)
     setup: Setup = connection.recv()

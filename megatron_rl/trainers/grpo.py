@@ -219,7 +219,7 @@ class GrpoTrainer:
         """Prompts dealt out to the engines in turn, and back in order."""
         cfg, engines = self.cfg, self.policy.grid.num_engines
         seeds = [
-            random.Random(f"{cfg.trainer.seed}/{purpose}/{i}").getrandbits(48) if cfg.rollout.seed_per_sample else None
+            random.Random(f"{cfg.trainer.seed}/{purpose}/{i}").getrandbits(32) if cfg.rollout.seed_per_sample else None
             for i in range(len(prompts))
         ]
         requests = [Request(prompt.token_ids, seed) for prompt, seed in zip(prompts, seeds, strict=True)]

@@ -113,7 +113,8 @@ class RandomSource:
         if len(shape) == 1:
             whole = torch.zeros(shape) if block.hf_name.endswith(".bias") else torch.ones(shape)
         else:
-            generator = torch.Generator().manual_seed((self._seed << 32) | zlib.crc32(block.hf_name.encode()))
+            # torch's CPU generator looks at 32 bits of a seed, so seed and name are mixed into as many.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{block.hf_name}".encode()))
             whole = torch.randn(shape, generator=generator) * self._std
         rows = whole[slice(*block.rows)]
         return rows if block.cols is None else rows[:, slice(*block.cols)]

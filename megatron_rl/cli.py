@@ -1,0 +1,187 @@
+"""The command line: megatron-rl VERB CONFIG.yaml [MORE.yaml ...] [key=value ...].
+
+Imports no torch until a run starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_rl.config.arithmetic import Row, batch_table, format_table, layout_table
+from megatron_rl.config.idle import idle_settings
+from megatron_rl.config.layout import read_model_shape
+from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
+from megatron_rl.config.verl_keys import DIFFERENCES
+from megatron_rl.errors import ConfigError, MegatronRLError
+
+VERBS: dict[str, str] = {
+    "check": "resolve the config and print the run, its batch arithmetic and its layout; start nothing",
+    "train": "run the training that the config describes",
+    "eval": "score the model on data.val_files",
+    "export": "write the model's weights in Hugging Face form",
+    "plan": "comes in a later version",
+    "report": "comes in a later version",
+}
+REFUSED = 2
+"""Exit code when the config, the data or the machine cannot do what was asked; the reason is on stderr."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the process's exit code. Errors that are not the user's to mend are raised."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verb = arguments[0] if arguments else "--help"
+    if verb in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if arguments else REFUSED
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        print(f"megatron-rl: there is no verb {verb!r}; {hint}verbs: {', '.join(VERBS)}", file=sys.stderr)
+        return REFUSED
+    options = _parser(verb).parse_intermixed_args(arguments[1:])
+    if verb in ("plan", "report"):
+        print(
+            f"megatron-rl {verb}: comes in a later version; use `megatron-rl check` for the layout",
+            file=sys.stderr,
+        )
+        return REFUSED
+    files, overrides = split_arguments([*options.config, *options.arguments])
+    if not files and not overrides:
+        print(
+            f"megatron-rl {verb}: give a config: megatron-rl {verb} CONFIG.yaml [key=value ...]",
+            file=sys.stderr,
+        )
+        return REFUSED
+    try:
+        return _COMMANDS[verb](resolve(files, overrides), options)
+    except MegatronRLError as error:
+        if isinstance(error, ConfigError) and getattr(options, "json", False):
+            print(
+                json.dumps(
+                    {"ok": False, "faults": [asdict(fault) for fault in error.faults]}, indent=2, default=str
+                )
+            )
+        print(f"megatron-rl {verb}: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(config files, key=value overrides). An override has its '=' before any path separator."""
+    overrides = [text for text in arguments if "=" in text and "/" not in text.partition("=")[0]]
+    return [text for text in arguments if text not in overrides], overrides
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  {verb:<8}{text}" for verb, text in VERBS.items())
+    return (
+        "megatron-rl VERB CONFIG.yaml [MORE.yaml ...] [key=value ...]\n\n"
+        "Config files are merged from left to right, then come the overrides (actor.optim.lr=1e-6).\n\n"
+        f"verbs:\n{verbs}\n\nmegatron-rl VERB --help shows the verb's options."
+    )
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"megatron-rl {verb}", description=f"{verb}: {VERBS[verb]}", allow_abbrev=False
+    )
+    parser.add_argument(
+        "arguments", nargs="*", metavar="CONFIG.yaml | key=value", help="config files, then single settings"
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="a config file, as above"
+    )
+    if verb == "check":
+        parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+        parser.add_argument("--all", action="store_true", help="print every key, not only those that differ")
+    if verb == "export":
+        parser.add_argument(
+            "--out", required=True, metavar="DIR", help="folder to write; must not hold other files"
+        )
+    return parser
+
+
+def _print_mapping(resolved: Resolved) -> None:
+    if not resolved.mapped:
+        return
+    print("verl's keys, read as")
+    print("\n".join(f"  {mapped}" for mapped in resolved.mapped))
+    if resolved.accepted:
+        print("\nverl's keys, accepted, no effect")
+        print("\n".join(f"  {accepted}" for accepted in resolved.accepted))
+    print("\ndifferent from verl")
+    print("\n".join(f"  {difference}" for difference in DIFFERENCES), end="\n\n")
+
+
+def _check(resolved: Resolved, options: argparse.Namespace) -> int:
+    cfg = resolved.config
+    batch, layout = batch_table(cfg), layout_table(cfg, read_model_shape(cfg.model.path))
+    idle = idle_settings(cfg)
+    if options.json:
+        print(json.dumps(_as_json(resolved, batch, layout, [asdict(one) for one in idle]), indent=2))
+        return 0
+    _print_mapping(resolved)
+    print("run" + ("" if options.all else " (keys that differ from their defaults; --all prints every key)"))
+    print("\n".join(f"  {line}" for line in dump_yaml(cfg, only_changed=not options.all).splitlines()))
+    print(f"\nbatch arithmetic\n{format_table(batch)}")
+    print(f"\nlayout\n{format_table(layout)}")
+    if idle:
+        print("\nchanged, and without effect in this run")
+        print("\n".join(f"  {setting}" for setting in idle))
+    return 0
+
+
+def _as_json(
+    resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, Any]]
+) -> dict[str, Any]:
+    config = to_dict(resolved.config)
+    keys = [
+        {"key": key.name, "value": value_of(config, key.name), "default": key.default, "doc": key.doc}
+        for key in run_schema().keys.values()
+    ]
+    return {
+        "ok": True,
+        "config": config,
+        "batch": [asdict(row) for row in batch],
+        "layout": [asdict(row) for row in layout],
+        "idle": idle,
+        "verl_mapped": [asdict(mapped) for mapped in resolved.mapped],
+        "verl_accepted": [asdict(accepted) for accepted in resolved.accepted],
+        "keys": keys,
+    }
+
+
+def _train(resolved: Resolved, options: argparse.Namespace) -> int:
+    from megatron_rl import trainers
+
+    _print_mapping(resolved)
+    trainers.run(resolved.config)
+    return 0
+
+
+def _eval(resolved: Resolved, options: argparse.Namespace) -> int:
+    from megatron_rl import trainers
+
+    _print_mapping(resolved)
+    trainers.evaluate(resolved.config)
+    return 0
+
+
+def _export(resolved: Resolved, options: argparse.Namespace) -> int:
+    from megatron_rl import trainers
+
+    trainers.export(resolved.config, out=options.out)
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[Resolved, argparse.Namespace], int]] = {
+    "check": _check,
+    "train": _train,
+    "eval": _eval,
+    "export": _export,
+}

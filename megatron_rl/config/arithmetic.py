@@ -1,0 +1,140 @@
+"""The arithmetic of a run as tables: how prompts become micro-batches, and how ranks are laid out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.run import RunConfig
+
+SHORTEST_SEQUENCE = 2
+"""Tokens of the shortest sequence that can be trained on: one of the prompt, one of the response."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. least: the value at its smallest where it varies, else None.
+
+    Example: Row("micro-batches of a rank", 4, least=1, how="...") shows as "1 to 4".
+    """
+
+    name: str
+    value: int | str
+    how: str
+    least: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """The value as text."""
+        varies = self.least is not None and self.least != self.value
+        return f"{self.least} to {self.value}" if varies else str(self.value)
+
+
+def micro_batches(cfg: RunConfig, sequences: int, length: int) -> int:
+    """Forward passes of one rank over `sequences` sequences of `length` tokens each."""
+    per_pass = max(1, cfg.actor.max_tokens_per_gpu // length)
+    if cfg.actor.ppo_micro_batch_size_per_gpu is not None:
+        per_pass = min(per_pass, cfg.actor.ppo_micro_batch_size_per_gpu)
+    return -(-sequences // per_pass)
+
+
+def batch_table(cfg: RunConfig) -> list[Row]:
+    """One training step: prompts x n -> sequences -> mini-batches -> micro-batches of a rank."""
+    batch, mini, samples = cfg.data.train_batch_size, cfg.mini_batch_size, cfg.samples_per_prompt
+    sequences, longest = mini * samples, cfg.max_sequence_length
+    epochs = cfg.actor.ppo_epochs if cfg.is_rl else 1
+    updates = batch // mini * epochs
+    least, most = sequences // cfg.dp_size, -(-sequences // cfg.dp_size)
+    noun = "prompts" if cfg.is_rl else "rows"
+    rows = [Row(f"{noun} of a step", batch, "data.train_batch_size")]
+    if cfg.is_rl:
+        rows += [
+            Row("samples of a prompt", samples, "rollout.n"),
+            Row("sequences of a step", batch * samples, f"{batch} prompts * {samples}"),
+        ]
+    rows.append(
+        Row(
+            "tokens of a sequence",
+            longest,
+            "at most max_prompt_length + max_response_length",
+            SHORTEST_SEQUENCE,
+        )
+    )
+    if cfg.is_rl:
+        rows += [
+            Row("prompts of a mini-batch", mini, "actor.ppo_mini_batch_size, or all prompts of the step"),
+            Row("sequences of a mini-batch", sequences, f"{mini} prompts * {samples}"),
+            Row("mini-batches of a step", batch // mini, f"{batch} / {mini} prompts"),
+        ]
+    passes = f" * {epochs} ppo_epochs" if cfg.is_rl else ""
+    rows += [
+        Row("optimizer updates of a step", updates, f"{batch // mini}{passes}"),
+        Row(
+            "sequences of a rank per update",
+            most,
+            f"{sequences} / dp {cfg.dp_size}, balanced by tokens",
+            least,
+        ),
+        Row(
+            "micro-batches of a rank per update",
+            micro_batches(cfg, most, longest),
+            _budget(cfg) + "; all sequences at their shortest, to all at their longest",
+            micro_batches(cfg, least, SHORTEST_SEQUENCE),
+        ),
+    ]
+    if cfg.trainer.total_training_steps is not None:
+        steps = cfg.trainer.total_training_steps
+        rows.append(Row("optimizer updates of the run", steps * updates, f"{steps} steps * {updates}"))
+    return rows
+
+
+def _budget(cfg: RunConfig) -> str:
+    cap = cfg.actor.ppo_micro_batch_size_per_gpu
+    sequences = "" if cap is None else f" and {cap} sequences"
+    return f"at most {cfg.actor.max_tokens_per_gpu} tokens{sequences} each"
+
+
+def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
+    """Ranks and what each holds. shape: adds the model's parts."""
+    actor, cluster = cfg.actor, cfg.cluster
+    rows = [
+        Row(
+            "ranks",
+            cfg.world_size,
+            f"cluster.nnodes {cluster.nnodes} * n_gpus_per_node {cluster.n_gpus_per_node}, {cluster.backend}",
+        ),
+        Row("tensor parallel (tp)", actor.tp, "actor.tp"),
+        Row("pipeline parallel (pp)", actor.pp, "actor.pp"),
+        Row("context parallel (cp)", actor.cp, "actor.cp"),
+        Row("data parallel (dp)", cfg.dp_size, "ranks / (tp * pp * cp)"),
+    ]
+    if cfg.is_rl:
+        engines = cfg.world_size // cfg.rollout.tp
+        rows.append(
+            Row("engines", engines, f"{cfg.rollout.name}, {cfg.rollout.tp} rank each, on the actor's ranks")
+        )
+        reference = cfg.ref.path or "the actor's starting weights"
+        rows.append(
+            Row(
+                "reference model",
+                int(cfg.needs_reference),
+                reference if cfg.needs_reference else "no KL term",
+            )
+        )
+    if shape is not None:
+        rows += [
+            Row("parameters", f"{shape.num_parameters():,}", f"{shape.architecture}, {cfg.model.dtype}"),
+            Row("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
+            Row(
+                "KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"
+            ),
+            Row("MLP columns of a rank", shape.ffn_size // actor.tp, f"{shape.ffn_size} / tp {actor.tp}"),
+        ]
+    return rows
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text, one line each."""
+    names, values = max(len(row.name) for row in rows), max(len(row.shown) for row in rows)
+    return "\n".join(f"  {row.name:<{names}}  {row.shown:>{values}}  {row.how}" for row in rows)

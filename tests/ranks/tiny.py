@@ -1,0 +1,82 @@
+"""Tiny models of each family, as transformers builds them, for comparison with this package's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.types import TrainBatch
+
+
+def save_tiny(folder: Path, family: str = "qwen2", *, tied: bool = True, vocab: int = 128, positions: int = 512) -> str:
+    """Write a 3-layer model of the family with clearly non-trivial weights (biases and norms too); returns its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config_of, model_of = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    torch.manual_seed(1)
+    config = config_of(
+        vocab_size=vocab,
+        hidden_size=128,
+        intermediate_size=224,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
+        rope_theta=10000.0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    model = model_of(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def load_hf_model(folder: str) -> Any:
+    """The transformers model in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def random_batch(seed: int, lengths: tuple[int, ...], vocab: int, prompt: int = 3) -> TrainBatch:
+    """Sequences of the given lengths; the first `prompt` tokens of each are not trained on. loss_weights: token mean."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    mask = torch.ones(total, dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        mask[start : start + prompt] = False
+        start += length
+    return TrainBatch(
+        tokens=torch.randint(0, vocab, (total,), generator=generator),
+        seq_lens=lengths,
+        loss_mask=mask,
+        columns={"loss_weights": mask.float() / mask.sum()},
+    )
+
+
+def hf_logprobs(model: Any, batch: TrainBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] log-probabilities and entropies by transformers, one sequence at a time, 0 off the mask; differentiable."""
+    logprobs, entropies = [], []
+    start = 0
+    for length in batch.seq_lens:
+        tokens = batch.tokens[start : start + length]
+        log_p = torch.log_softmax(model(tokens[None]).logits[0].float() / temperature, dim=-1)[:-1]
+        zero = log_p.new_zeros(1)
+        logprobs.append(torch.cat([zero, log_p.gather(1, tokens[1:, None]).squeeze(1)]))
+        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]))
+        start += length
+    mask = batch.loss_mask
+    return torch.cat(logprobs) * mask, torch.cat(entropies) * mask

@@ -1,0 +1,68 @@
+"""Files and tokenizers for the data tests."""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKE_DATA = ROOT / "examples" / "quickstart" / "make_data.py"
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def quickstart() -> Path:
+    """The quick start's folder (model/, train.parquet, ...), written once a process."""
+    folder = Path(tempfile.mkdtemp(prefix="quickstart-"))
+    runpy.run_path(str(MAKE_DATA))["make"](folder, 0)
+    return folder
+
+
+def model_folder(folder: Path, **settings: Any) -> Path:
+    """A copy of the quick start's model folder with entries of tokenizer_config.json changed."""
+    shutil.copytree(quickstart() / "model", folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return folder
+
+
+def chat_folder(folder: Path, *, merges: tuple[str, ...] = (), template: str = CHATML, **settings: Any) -> Path:
+    """A model folder whose tokenizer writes ChatML, with the given pairs of tokens merged."""
+    model_folder(folder, chat_template=template, eos_token="<|im_end|>", pad_token="<|endoftext|>", **settings)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    rename = {"<|reserved_0|>": "<|im_start|>", "<|reserved_1|>": "<|im_end|>"}
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in rename:
+            token.update(content=rename[token["content"]], special=True)
+    vocab = {rename.get(token, token): number for token, number in tokenizer["model"]["vocab"].items()}
+    for pair in merges:
+        vocab[pair.replace(" ", "")] = len(vocab)
+    tokenizer["model"]["vocab"] = vocab
+    tokenizer["model"]["merges"] = list(merges)
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    """One JSON value a line; a string that is no row stands for itself."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)

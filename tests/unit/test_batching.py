@@ -1,0 +1,88 @@
+"""Plans of batches: nothing lost, nothing doubled, balanced, within the caps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.batching import (
+    collect_column,
+    from_rollouts,
+    karmarkar_karp,
+    plan_batches,
+    select_micro_batches,
+    sequence_cost,
+)
+from megatron_rl.errors import DataError
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    dp=st.integers(1, 5),
+    minis=st.integers(1, 3),
+    max_seqs=st.one_of(st.none(), st.integers(1, 5)),
+)
+def test_every_sequence_is_planned_exactly_once(lens: list[int], dp: int, minis: int, max_seqs: int | None) -> None:
+    mini_of = [i * minis // len(lens) for i in range(len(lens))]
+    plan = plan_batches(lens, mini_of, dp=dp, max_tokens=100, max_seqs=max_seqs)
+    seen = [s for mini in plan.minis for rank in mini for micro in rank for s in micro]
+    assert sorted(seen) == list(range(len(lens)))
+    for number, mini in enumerate(plan.minis):
+        assert len(mini) == dp and len({len(rank) for rank in mini}) == 1
+        for micro in (micro for rank in mini for micro in rank):
+            assert sum(lens[s] for s in micro) <= 100
+            assert len(micro) <= (max_seqs or len(lens))
+            assert all(mini_of[s] == number for s in micro)
+
+
+def test_a_sequence_longer_than_the_budget_is_refused() -> None:
+    with pytest.raises(DataError, match=r"70 tokens passes actor\.max_tokens_per_gpu 64"):
+        plan_batches([3, 70], [0, 0], dp=1, max_tokens=64)
+
+
+def test_karmarkar_karp_balances_eight_ranks() -> None:
+    generator = random.Random(0)
+    for _ in range(20):
+        costs = [sequence_cost(min(8192, int(generator.lognormvariate(6, 1)))) for _ in range(256)]
+        parts = karmarkar_karp(costs, 8)
+        loads = [sum(costs[i] for i in part) for part in parts]
+        assert max(loads) / (sum(loads) / 8) < 1.02
+
+
+def _batch(lens: tuple[int, ...]) -> TrainBatch:
+    total = sum(lens)
+    return TrainBatch(torch.arange(total), lens, torch.ones(total, dtype=torch.bool), {"x": torch.arange(total).float()})
+
+
+def test_collect_column_inverts_select() -> None:
+    batch = _batch((3, 1, 4, 2, 5))
+    plan = plan_batches(batch.seq_lens, [0, 0, 1, 1, 1], dp=2, max_tokens=6)
+    micros = select_micro_batches(batch, plan.passes())
+    back = collect_column(batch, plan.passes(), [[m.columns["x"] for m in rank] for rank in micros])
+    assert torch.equal(back, batch.columns["x"])
+
+
+def test_keep_thins_micro_batches_and_keeps_their_number() -> None:
+    batch = _batch((3, 1, 4, 2))
+    plan = plan_batches(batch.seq_lens, [0, 0, 0, 0], dp=2, max_tokens=5)
+    kept = torch.tensor([True, False, False, True])
+    thin = plan.keep(kept)
+    assert sorted(s for mini in thin.minis for rank in mini for micro in rank for s in micro) == [0, 3]
+    assert [[len(rank) for rank in mini] for mini in thin.minis] == [[len(rank) for rank in mini] for mini in plan.minis]
+
+
+def test_n6_rollouts_keep_every_sampled_id_and_mask_only_prompts() -> None:
+    """N6: ids as sampled, whatever they are: pad, several ends, none."""
+    prompt = Prompt(0, (5, 6), "ab", "s", "x")
+    rollouts = (Rollout((8, 1), (-0.5, -0.25), "stop", "c"), Rollout((1, 0, 1), (-1.0, -2.0, -3.0), "length", ""))
+    batch, groups = from_rollouts([RolloutGroup(prompt, rollouts, 0)])
+    assert batch.tokens.tolist() == [5, 6, 8, 1, 5, 6, 1, 0, 1]
+    assert batch.loss_mask.tolist() == [False, False, True, True, False, False, True, True, True]
+    assert batch.columns["rollout_logprobs"].tolist() == [0, 0, -0.5, -0.25, 0, 0, -1, -2, -3]
+    assert batch.seq_lens == (4, 5) and groups.tolist() == [0, 0]
