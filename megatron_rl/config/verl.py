@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -76,26 +76,31 @@ def translate(entries: Iterable[Entry], schema: Schema) -> Translation:
     for verl_key, (key, value) in keys.DEFAULTS.items():
         if key not in work.placed:
             work.place(Entry(verl_key, value, "", -1), key, value, note=_DEFAULT)
-    placed = list(work.placed.values())
     order = {key: place for place, key in enumerate(latest)}
-    mapped = [mapped for _, mapped in placed if mapped is not None]
+    mapped = [_told(one, work.placed[one.key]) for one in work.mapped]
     return Translation(
-        [entry for entry, _ in placed],
+        list(work.placed.values()),
         tuple(sorted(mapped, key=lambda one: order.get(one.verl_key, len(order)))),
         tuple(work.accepted),
         work.faults,
     )
 
 
+def _told(mapped: Mapped, final: Entry) -> Mapped:
+    """`mapped`, with a note where a later source set the key to something else."""
+    if mapped.value == final.value:
+        return mapped
+    return replace(mapped, note=f"overruled: set to {final.value} {final.where}")
+
+
 @dataclass
 class _Work:
-    """The translation under way. placed: our key -> its entry, and its origin in verl's keys, if any."""
+    """The translation under way. placed: our key -> its entry; its source decides between two that set it."""
 
     latest: dict[str, Entry]
     schema: Schema
-    placed: dict[str, tuple[Entry, Mapped | None]] = field(
-        default_factory=dict[str, tuple[Entry, Mapped | None]]
-    )
+    placed: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    mapped: list[Mapped] = field(default_factory=list[Mapped])
     accepted: list[Accepted] = field(default_factory=list[Accepted])
     faults: list[Fault] = field(default_factory=list[Fault])
     done: set[str] = field(default_factory=set[str])
@@ -109,15 +114,16 @@ class _Work:
         """Set our `key`; of two verl keys that mean it, the one of the later source counts."""
         self.done.add(entry.key)
         other = self.placed.get(key)
-        if other is not None and other[0].source == entry.source and other[0].value != value:
-            reason = f"{key} is set to {other[0].value!r} {other[0].where}, and this key means the same"
+        if other is not None and other.source == entry.source and other.value != value:
+            reason = f"{key} is set to {other.value!r} {other.where}, and this key means the same"
             self.faults.append(Fault(entry.key, value, reason, "keep one of the two"))
-        if other is not None and other[0].source > entry.source:
+        if not own:
+            self.mapped.append(Mapped(entry.key, key, value, note))
+        if other is not None and other.source > entry.source:
             return
         where = entry.where if entry.key == key else f"by {entry.key} {entry.where}"
         where = f"by {_DEFAULT} of {entry.key}" if note else where
-        mapped = None if own else Mapped(entry.key, key, value, note)
-        self.placed[key] = (Entry(key, value, where, entry.source), mapped)
+        self.placed[key] = Entry(key, value, where, entry.source)
 
     def accept(self, verl_key: str, why: str) -> None:
         """Note that a key changes nothing."""

@@ -45,12 +45,12 @@ def refuse_bad_rows(bad: Sequence[tuple[Row, str]], num_rows: int, what: str) ->
 
 
 def read_rows(paths: Sequence[str], what: str) -> list[Row]:
-    """All rows of the files, one file after the other. `what` names the set in errors, for instance
-    "data.train_files".
+    """All rows of the files, one file after the other. `what` names the set in errors ("data.train_files").
 
-    Parquet and Arrow values arrive as plain Python values. Blank lines of a JSONL file are no rows. Raises
-    DataError: a file that is missing, unreadable, empty or of another kind (all such files at once), no file
-    at all, or lines that are not JSON objects.
+    Parquet and Arrow values arrive as plain Python values. Blank lines of a JSONL file are no rows.
+
+    Raises DataError: a file that is missing, unreadable, empty or of another kind (all such files at once),
+    no file at all, or lines that are not JSON objects.
     """
     if not paths:
         raise DataError(f"{what}: no file is given -- name at least one {' or '.join(SUFFIXES)} file")

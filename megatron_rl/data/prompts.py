@@ -1,11 +1,10 @@
-"""RL data: rows of prompts with what their reward needs, rendered to tokens and checked once, before work
-starts.
+"""RL data: rows of prompts with what their reward needs, rendered and checked once, before work starts.
 
 Keys of a row (parquet and JSONL alike; prompt stands for data.prompt_key):
-    prompt                     a list of chat messages, or a string reward_model.ground_truth  what the reward
-    compares with; or ground_truth, answer or label (the first that is there) data_source                name
-    of the set, for rewards and metrics; the file's name without suffix when not there extra_info
-    a mapping handed to the reward; or metadata
+    prompt                     a list of chat messages, or a string
+    reward_model.ground_truth  what the reward compares with; or the first of ground_truth, answer and label
+    data_source                name of the set, for rewards and metrics; else the file's name without suffix
+    extra_info                 a mapping that is handed to the reward; or metadata
 So verl's schema (data_source, prompt, ability, reward_model, extra_info), slime's (prompt, label, metadata)
 and plain rows (prompt, answer) are read as they are. Other keys are ignored.
 """
@@ -54,8 +53,10 @@ def load_prompts(
 
     `validation`: the rows are scored, so each needs a ground truth (in training a reward may do without one).
     Prompts longer than cfg.max_prompt_length are an error, left out, or cut to their last tokens
-    (cfg.overlong_prompts). Raises DataError: unreadable files, rows that cannot be used (all of them, by file
-    and row), overlong prompts under the policy "error", no row left.
+    (cfg.overlong_prompts).
+
+    Raises DataError: unreadable files, rows that cannot be used (all of them, by file and row), overlong
+    prompts under the policy "error", no row left.
     """
     what = "data.val_files" if validation else "data.train_files"
     rows = read_rows(files, what)

@@ -1,18 +1,10 @@
-"""Rewards: functions from one response to a number, run in processes that can be killed (rewards/pool.py).
-
-Standard library only at import, so that reward processes start fast.
-"""
+"""Rewards: functions from one response to a number, run in processes that can be killed (rewards/pool.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from megatron_rl.rewards.math import math_equal
-from megatron_rl.rewards.text import exact_match, numeric
-
-REWARDS: dict[str, Callable[..., object]] = {
-    "exact_match": exact_match,
-    "math": math_equal,
-    "numeric": numeric,
+REWARDS: dict[str, str] = {
+    "exact_match": "megatron_rl.rewards.text:exact_match",
+    "math": "megatron_rl.rewards.math:math_equal",
+    "numeric": "megatron_rl.rewards.text:numeric",
 }
-"""Name in reward.function -> reward, in verl's form (data_source, solution_str, ground_truth, extra_info)."""
+"""Name in reward.function -> module:function. A reward process imports only the module that it needs."""

@@ -1,5 +1,4 @@
-"""What a reward is given and what it gives. Standard library only: reward processes import this and start
-fast."""
+"""What a reward is given and what it gives. Standard library only, so that reward processes start fast."""
 
 from __future__ import annotations
 
@@ -52,8 +51,9 @@ def to_result(returned: object, name: str) -> RewardResult:
     """The result that a reward's return value stands for.
 
     Accepted: a bool or a finite number (of numpy or torch as well), or a dict that holds one under "score";
-    other numbers of the dict become `extra`, its other entries (texts for a reader, say) are not kept. Raises
-    RewardError naming the reward and the value.
+    other numbers of the dict become `extra`, its other entries (texts for a reader, say) are not kept.
+
+    Raises RewardError naming the reward and the value.
     """
     if not isinstance(returned, dict):
         return RewardResult(_number(returned, name, "returned"))

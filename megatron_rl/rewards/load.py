@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_rl.errors import RewardError
+from megatron_rl.errors import MissingDependency, RewardError
 from megatron_rl.rewards import REWARDS
 from megatron_rl.rewards.base import RewardFn, RewardSample
 
@@ -29,18 +29,19 @@ def load_reward(spec: str, kwargs: dict[str, Any] | None = None) -> RewardFn:
 
     spec: a name of REWARDS, `package.module:function`, or `path/to/file.py:function`. Which of the two forms
     the function has is read from its parameters: with a parameter solution_str it is verl's. `kwargs` are
-    passed with every call. Raises RewardError: the name is unknown, the module does not import, it has no
-    such function, the object is no function, or its parameters fit neither form or lack one of `kwargs`.
+    passed with every call.
+
+    Raises RewardError: the name is unknown, the module does not import, it has no such function, the object
+    is no function, or its parameters fit neither form or lack one of `kwargs`. MissingDependency: a reward of
+    REWARDS needs a package that is not installed.
     """
     function = _find(spec)
     return _adapt(function, spec, dict(kwargs or {}))
 
 
 def _find(spec: str) -> Any:
-    source, colon, name = spec.rpartition(":")
+    source, colon, name = REWARDS.get(spec, spec).rpartition(":")
     if not colon:
-        if spec in REWARDS:
-            return REWARDS[spec]
         raise RewardError(
             f"reward.function: {spec!r} is no name of a reward{_did_you_mean(spec, list(REWARDS))} "
             f"-- use one of {', '.join(REWARDS)}, or package.module:function, or path/to/file.py:function"
@@ -66,6 +67,8 @@ def _find(spec: str) -> Any:
 def _import_module(spec: str, source: str) -> ModuleType:
     try:
         return importlib.import_module(source)
+    except MissingDependency:
+        raise
     except Exception as error:  # importing runs code of the user's: whatever it raises is the reason
         raise RewardError(
             f"reward.function: {spec!r} -- module {source} does not import ({type(error).__name__}: {error}) "

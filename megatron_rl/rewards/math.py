@@ -1,4 +1,8 @@
-"""Reward for mathematics: is the response's final answer equal to the ground truth as an expression?"""
+"""Reward for mathematics: is the response's final answer equal to the ground truth as an expression?
+
+Importing this module imports math-verify and sympy, which takes a second: a reward process does it while it
+loads the reward, outside the time limit of a sample.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,24 @@ from typing import Any
 
 from megatron_rl.errors import MissingDependency
 
+try:
+    import math_verify
+except ImportError as error:
+    raise MissingDependency("the reward 'math' needs math-verify -- pip install math-verify") from error
+
 
 def math_equal(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 where math-verify finds the response's last answer (boxed, LaTeX or plain) equal to the ground truth,
-    else 0.
+    """1 where math-verify finds the response's last answer (boxed, LaTeX, plain) equal to the truth, else 0.
 
     To be called in the main thread of a process, as the reward pool does: math-verify bounds its own work by
     SIGALRM, which other threads cannot use. Raises ValueError where the ground truth is missing or is no
     expression.
     """
-    try:
-        import math_verify
-    except ImportError as error:
-        raise MissingDependency("the reward 'math' needs math-verify -- pip install math-verify") from error
     if ground_truth is None:
         raise ValueError("the sample has no ground truth -- add reward_model.ground_truth to its row")
     text = str(ground_truth).strip()
     # Boxed, so that a bare LaTeX expression is read as LaTeX; plain text is tried when that finds nothing.
     truth = math_verify.parse(f"\\boxed{{{text}}}") or math_verify.parse(text)
     if not truth:
-        raise ValueError(
-            f"math-verify finds no expression in the ground truth {text!r} -- use reward.function=exact_match"
-        )
+        raise ValueError(f"the ground truth {text!r} is no expression -- use reward.function=exact_match")
     return float(math_verify.verify(truth, math_verify.parse(solution_str)))

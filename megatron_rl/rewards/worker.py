@@ -1,5 +1,4 @@
-"""What runs in a reward process: load the reward once, then score the samples that arrive, one result at a
-time.
+"""What runs in a reward process: load the reward once, then answer each sample that arrives with a result.
 
 The process is started by rewards/pool.py with the number of its socket as the only argument. It ends by
 itself when the other end of the socket closes, however the controller died.
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_rl.errors import RewardError
+from megatron_rl.errors import MissingDependency, RewardError
 from megatron_rl.rewards.base import RewardFn, RewardResult, RewardSample, to_result
 from megatron_rl.rewards.load import load_reward
 
@@ -47,7 +46,7 @@ def main(socket_number: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (setup.memory_limit, setup.memory_limit))
     try:
         reward = load_reward(setup.spec, setup.kwargs)
-    except RewardError as error:
+    except (RewardError, MissingDependency) as error:
         connection.send(str(error))
         return
     connection.send(None)

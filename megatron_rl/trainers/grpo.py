@@ -100,12 +100,14 @@ class GrpoTrainer:
             nodes.append(Node("ref_logprobs", self.ref_logprobs, model_pass, {"ref_logprobs": Tensor}, "policy"))
         return Flow(nodes, sources={"prompts": list[Prompt], "step": int})
 
-    def train_step(self, step: int) -> dict[str, Any]:
-        """One step; returns its metrics. `values` of the flow go to report.grpo_metrics, which only reads them."""
+    def train_step(self, step: int) -> dict[str, float]:
+        """One step; returns its metrics (report.grpo_metrics reads them off the flow's values)."""
         prompts = [self.train_set.prompts[i] for i in self.stream.next()]
+        busy = self.policy.busy_seconds
         values = self.flow.run(prompts=prompts, step=step)
         self.last_groups, self.last_results = values["groups"], values["results"]
-        return report.grpo_metrics(values, self.flow.last_timings, on_policy=not self.needs_old_logprobs)
+        busy = self.policy.busy_seconds - busy
+        return report.grpo_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
 
     # The nodes, in the order of the step.
 
@@ -249,6 +251,30 @@ class GrpoTrainer:
         val = self.cfg.rollout.val
         groups = self._sample(self.val_set.prompts, val.n, val.temperature, val.top_p, val.top_k, f"val/{step}")
         return report.validation_metrics(groups, self.reward(groups))
+
+    def finished(self) -> bool:
+        """GRPO runs all its steps."""
+        return False
+
+    def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
+        """The first sample of evenly spread prompts of the last step."""
+        groups = self.last_groups
+        per_group = len(groups[0].rollouts)
+        picked = [i * len(groups) // count for i in range(min(count, len(groups)))]
+        return [
+            {
+                "prompt": groups[i].prompt.text,
+                "response": groups[i].rollouts[0].text,
+                "ground_truth": groups[i].prompt.ground_truth,
+                "reward": self.last_results[i * per_group].value,
+                "failed": self.last_results[i * per_group].failed,
+                "finish_reason": groups[i].rollouts[0].finish_reason,
+                "num_tokens": len(groups[i].rollouts[0].token_ids),
+                "weight_version": groups[i].weight_version,
+                "data_source": groups[i].prompt.data_source,
+            }
+            for i in picked
+        ]
 
     def save(self, path: str) -> None:
         """The actor in Hugging Face form."""

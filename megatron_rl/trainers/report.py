@@ -22,8 +22,13 @@ _POLICY_NAMES = {
 }
 
 
-def grpo_metrics(values: Mapping[str, Any], timings: Mapping[str, tuple[float, float]], on_policy: bool) -> dict[str, float]:
-    """All metrics of one GRPO step. values: the flow's outputs; timings: node -> (start, end)."""
+def grpo_metrics(
+    values: Mapping[str, Any], timings: Mapping[str, tuple[float, float]], busy_s: float, on_policy: bool
+) -> dict[str, float]:
+    """All metrics of one GRPO step.
+
+    values: the flow's outputs. timings: node -> (start, end). busy_s: seconds of the slowest policy rank inside its methods.
+    """
     groups: list[RolloutGroup] = values["groups"]
     batch, kept = values["batch"], values["kept"]
     scores = torch.tensor([result.value for result in values["results"]], dtype=torch.float64)
@@ -45,7 +50,14 @@ def grpo_metrics(values: Mapping[str, Any], timings: Mapping[str, tuple[float, f
     metrics |= {f"time/{name}": end - start for name, (start, end) in timings.items()}
     wall = max(end for _, end in timings.values()) - min(start for start, _ in timings.values())
     metrics |= {"time/step": wall, "perf/tokens_per_s": batch.num_tokens / wall}
+    metrics["perf/controller_s"] = wall - busy_s - _alone(timings, "reward", ("old_logprobs", "ref_logprobs"))
     return metrics
+
+
+def _alone(timings: Mapping[str, tuple[float, float]], node: str, others: Sequence[str]) -> float:
+    """Seconds of `node` after the last of `others` ended: its part of the step's critical path."""
+    start, end = timings[node]
+    return max(0.0, end - max([start, *(timings[other][1] for other in others if other in timings)]))
 
 
 def reward_metrics(results: Sequence[RewardResult]) -> dict[str, float]:

@@ -42,7 +42,7 @@ class SftTrainer:
         self.loss_ema: float | None = None
         self.policy = start_policy(cfg, self.total_steps, with_engine=False)
 
-    def train_step(self, step: int) -> dict[str, Any]:
+    def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step over train_batch_size sequences."""
         start = time.perf_counter()
         batch = to_batch([self.train_set.samples[i] for i in self.stream.next()])
@@ -53,13 +53,13 @@ class SftTrainer:
         (mini,) = self._plan(batch).minis
         results: list[UpdateResult] = self.policy.update_sft(select_micro_batches(batch.with_(loss_weights=weights), mini))
         metrics = report.update_metrics([results[0].report])
-        loss = metrics["sft/loss"]
+        loss = metrics.pop("policy/loss")
         self.loss_ema = loss if self.loss_ema is None else _EMA * self.loss_ema + (1 - _EMA) * loss
         seconds = time.perf_counter() - start
         metrics |= {"sft/loss_ema": self.loss_ema, "time/step": seconds, "perf/tokens_per_s": batch.num_tokens / seconds}
         return metrics
 
-    def reached_target(self) -> bool:
+    def finished(self) -> bool:
         """Whether the running mean of the loss is below trainer.target_loss."""
         target = self.cfg.trainer.target_loss
         return target is not None and self.loss_ema is not None and self.loss_ema < target
@@ -101,6 +101,10 @@ class SftTrainer:
             max_tokens=actor.max_tokens_per_gpu,
             max_seqs=actor.ppo_micro_batch_size_per_gpu,
         )
+
+    def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
+        """None: nothing is sampled."""
+        return []
 
     def save(self, path: str) -> None:
         """The model in Hugging Face form."""

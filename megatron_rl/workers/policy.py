@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +43,28 @@ class UpdateResult:
     logprobs: tuple[torch.Tensor, ...]
 
 
+_NOISE = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.",
+    "You are using a Python version",
+)
+
+
+def _quiet_libraries() -> None:
+    """Drop warnings of megatron and torch about themselves; those of the run are not among them."""
+    for start in _NOISE:
+        warnings.filterwarnings("ignore", message=re.escape(start))
+
+
 class PolicyWorker:
     """Methods are called on all ranks at once (cluster/dispatch.py says how arguments are split)."""
 
     def __init__(self, rank: int, world: int, cfg: RunConfig, plan: PolicyPlan) -> None:
         setup_logging("policy", rank)
+        _quiet_libraries()
         self._rank, self._cfg, self._plan = rank, cfg, plan
         if plan.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import ray
 
 from megatron_rl.cluster import ray_runtime, ray_wait
 from megatron_rl.cluster.dispatch import Collect, RankGrid, Split, dispatch
+from megatron_rl.cluster.environment import free_port
 from megatron_rl.cluster.ray_backend import RayBackend
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.cluster import ClusterConfig
@@ -81,12 +82,11 @@ class Worker:
         pass
 
 
-OWN_RAY = """
-import os, sys, psutil
-from megatron_rl.cluster.worker_group import start_group
+JOINING_RUN = """
+import sys, time
 from megatron_rl.cluster.dispatch import RankGrid, dispatch
+from megatron_rl.cluster.worker_group import start_group
 from megatron_rl.config.cluster import ClusterConfig
-import time
 
 class Sleeper:
     def __init__(self, rank, world):
@@ -95,39 +95,36 @@ class Sleeper:
     def nap(self, seconds):
         time.sleep(seconds)
 
-cluster = ClusterConfig(device="cpu", n_gpus_per_node=1, num_cpus_per_rank=0.5, ray_port=int(sys.argv[1]))
+cluster = ClusterConfig(device="cpu", num_cpus_per_rank=0.5, ray_address=sys.argv[1])
 with start_group(Sleeper, (), cluster, RankGrid.flat(1), "cpu") as group:
-    import ray
-    print("address", ray.get_runtime_context().gcs_address, flush=True)
-    print("children", *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    print(*group.backend.pids, flush=True)
     group.nap(60)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_ray_run() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A controller with a Ray of its own on a given port; started early, since two starts overlap."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-c", OWN_RAY, str(port)]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    yield run, port
-    run.kill()
-    run.wait()
+def ray_processes() -> list[str]:
+    """Command lines of what runs below this process and belongs to Ray."""
+    children = psutil.Process().children(recursive=True)
+    return [line for child in children if "ray" in (line := " ".join(child.cmdline())).lower()]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray_is_up(own_ray_run) -> Iterator[None]:
+def ray_port() -> Iterator[int]:
+    """A Ray of this process on a port of our choice. Once the last user releases it, none of its processes is
+    left.
+    """
+    port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_wait, "GRACE_S", 1.0)
-        ray_runtime.acquire(two_ranks(), "cpu")
-        yield
+        ray_runtime.acquire(two_ranks(ray_port=port), "cpu")
+        assert len(ray_processes()) >= 4
+        yield port
         ray_runtime.release()
+        assert ray_processes() == []
 
 
 @pytest.fixture(scope="module")
-def group(ray_is_up) -> Iterator[WorkerGroup]:
+def group(ray_port) -> Iterator[WorkerGroup]:
     with start_group(Worker, ("hello",), two_ranks(), GRID, "cpu") as group:
         yield group
 
@@ -267,21 +264,27 @@ def test_cpus_that_others_hold_are_waited_for_no_longer_than_the_start_may_take(
         start_group(Worker, ("x",), cluster, GRID, "cpu")
 
 
-def test_ctrl_c_leaves_no_process_of_a_ray_that_the_group_started_and_the_port_is_honoured(own_ray_run):
-    run, port = own_ray_run
+def test_the_port_is_honoured_and_one_in_use_is_refused_before_the_start(ray_port):
+    assert ray.get_runtime_context().gcs_address.endswith(f":{ray_port}")
+    with pytest.raises(
+        ClusterError, match=rf"cluster\.ray_port: {ray_port} -- .* leave cluster\.ray_port out"
+    ):
+        ray_runtime.require_free_port(ray_port)
+
+
+def test_ctrl_c_in_a_run_that_joined_this_ray_ends_its_busy_workers_at_once(ray_port):
+    command = [sys.executable, "-c", JOINING_RUN, f"127.0.0.1:{ray_port}"]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout is not None and run.stderr is not None
-    address, children = run.stdout.readline(), run.stdout.readline()
-    if not children:
+    started = run.stdout.readline()
+    if not started:
         pytest.fail(run.stderr.read())
-    assert address.strip().endswith(f":{port}")
-    with pytest.raises(ClusterError, match=rf"cluster\.ray_port: {port} -- .* leave cluster.ray_port out"):
-        ray_runtime.require_free_port(port)
-    pids = [int(pid) for pid in children.split()[1:]]
-    assert len(pids) >= 4
+    (pid,) = map(int, started.split())
+    assert psutil.pid_exists(pid)
     time.sleep(0.5)  # into the call
     start = time.monotonic()
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=30)
-    assert time.monotonic() - start < 8, "workers that are busy are not waited for"
-    assert "KeyboardInterrupt" in errors
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert "KeyboardInterrupt" in errors and run.returncode != 0
+    assert time.monotonic() - start < 8, "busy workers are not waited for"
+    assert not psutil.pid_exists(pid)

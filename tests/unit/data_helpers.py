@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import runpy
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAKE_DATA = ROOT / "examples" / "quickstart" / "make_data.py"
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -23,6 +24,7 @@ CHATML = (
 def quickstart() -> Path:
     """The quick start's folder (model/, train.parquet, ...), written once a process."""
     folder = Path(tempfile.mkdtemp(prefix="quickstart-"))
+    atexit.register(shutil.rmtree, folder)
     runpy.run_path(str(MAKE_DATA))["make"](folder, 0)
     return folder
 
@@ -35,9 +37,13 @@ def model_folder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def chat_folder(folder: Path, *, merges: tuple[str, ...] = (), template: str = CHATML, **settings: Any) -> Path:
+def chat_folder(
+    folder: Path, *, merges: tuple[str, ...] = (), template: str = CHATML, **settings: Any
+) -> Path:
     """A model folder whose tokenizer writes ChatML, with the given pairs of tokens merged."""
-    model_folder(folder, chat_template=template, eos_token="<|im_end|>", pad_token="<|endoftext|>", **settings)
+    model_folder(
+        folder, chat_template=template, eos_token="<|im_end|>", pad_token="<|endoftext|>", **settings
+    )
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     rename = {"<|reserved_0|>": "<|im_start|>", "<|reserved_1|>": "<|im_end|>"}
@@ -54,7 +60,7 @@ def chat_folder(folder: Path, *, merges: tuple[str, ...] = (), template: str = C
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:
-    """One JSON value a line; a string that is no row stands for itself."""
+    """One JSON value a line; a string is a line as it is."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return str(path)

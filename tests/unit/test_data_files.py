@@ -20,7 +20,12 @@ def test_rows_of_all_files_come_in_order_with_file_and_row(tmp_path: Path):
     second = write_jsonl(tmp_path / "b.jsonl", [{"x": 3}, "", {"x": 4}])
     rows = read_rows([first, second], WHAT)
     assert [row.values["x"] for row in rows] == [1, 2, 3, 4]
-    assert [row.where for row in rows] == [f"{first} row 1", f"{first} row 2", f"{second} row 1", f"{second} row 3"]
+    assert [row.where for row in rows] == [
+        f"{first} row 1",
+        f"{first} row 2",
+        f"{second} row 1",
+        f"{second} row 3",
+    ]
 
 
 def test_nested_parquet_values_are_plain_python(tmp_path: Path):
@@ -105,7 +110,9 @@ def test_ten_bad_rows_are_shown_and_the_rest_counted():
     with pytest.raises(DataError) as error:
         refuse_bad_rows(bad, 100, WHAT)
     text = str(error.value)
-    assert "23 of 100" in text and "row 10: no prompt" in text and "row 11" not in text and "and 13 more" in text
+    assert (
+        "23 of 100" in text and "row 10: no prompt" in text and "row 11" not in text and "and 13 more" in text
+    )
     refuse_bad_rows([], 100, WHAT)
 
 
@@ -114,5 +121,6 @@ def test_a_bad_row_is_a_data_error():
 
 
 def test_reading_files_imports_no_torch_and_no_transformers():
-    code = "import sys, megatron_rl.data.files; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    heavy = ("torch", "transformers")
+    code = f"import sys, megatron_rl.data.files; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

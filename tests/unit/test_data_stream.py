@@ -21,7 +21,9 @@ def flat(stream: Stream, batches: int) -> list[int]:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 20), st.booleans(), st.integers(0, 5))
-def test_each_epoch_visits_each_item_once_and_every_batch_is_full(n: int, batch: int, shuffle: bool, seed: int):
+def test_each_epoch_visits_each_item_once_and_every_batch_is_full(
+    n: int, batch: int, shuffle: bool, seed: int
+):
     """R4"""
     batch = min(n, batch)
     stream = make(n, batch, shuffle, seed)
@@ -45,7 +47,7 @@ def test_epochs_have_orders_of_their_own_that_depend_on_the_seed_alone():
 
 
 def test_the_order_is_the_same_on_every_machine_and_python():
-    assert flat(make(8, 8), 2) == [2, 5, 4, 6, 3, 1, 7, 0, 7, 0, 4, 3, 1, 5, 6, 2]
+    assert flat(make(8, 8), 2) == [0, 3, 7, 4, 1, 5, 2, 6, 6, 3, 1, 2, 0, 4, 5, 7]
 
 
 def test_epoch_and_position_say_where_the_stream_is():

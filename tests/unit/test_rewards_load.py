@@ -19,7 +19,9 @@ from tests.unit.data_helpers import ROOT
 
 
 def sample(solution: str = "9", truth: Any = "9", **fields: Any) -> RewardSample:
-    return RewardSample(data_source="add2", prompt_text="4+5=", solution_str=solution, ground_truth=truth, **fields)
+    return RewardSample(
+        data_source="add2", prompt_text="4+5=", solution_str=solution, ground_truth=truth, **fields
+    )
 
 
 def score(spec: str, solution: str, truth: Any) -> object:
@@ -41,7 +43,14 @@ def test_the_registry_holds_the_documented_names():
 
 @pytest.mark.parametrize(
     ("solution", "truth", "value"),
-    [("42", "42", 1), (" 42\n", "42", 1), ("42", 42, 1), ("042", "42", 0), ("", "42", 0), ("the 42", "42", 0)],
+    [
+        ("42", "42", 1),
+        (" 42\n", "42", 1),
+        ("42", 42, 1),
+        ("042", "42", 0),
+        ("", "42", 0),
+        ("the 42", "42", 0),
+    ],
 )
 def test_exact_match_compares_stripped_text(solution: str, truth: object, value: float):
     assert score("exact_match", solution, truth) == value
@@ -95,7 +104,8 @@ def test_numeric_refuses_a_ground_truth_that_is_no_number():
 
 
 def test_rewards_import_no_torch():
-    code = "import sys, megatron_rl.rewards.worker; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'ray')))"
+    heavy = ("torch", "numpy", "ray", "sympy")
+    code = f"import sys, megatron_rl.rewards.worker; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
@@ -167,7 +177,10 @@ def test_sample_form_takes_kwargs_and_callable_instances(tmp_path: Path):
         ("exact_mach", "did you mean 'exact_match'"),
         ("nothing_like_it", "use one of exact_match, math, numeric"),
         (":fn", "write package.module:function"),
-        ("no_such_module_here:fn", "does not import (ModuleNotFoundError: No module named 'no_such_module_here')"),
+        (
+            "no_such_module_here:fn",
+            "does not import (ModuleNotFoundError: No module named 'no_such_module_here')",
+        ),
         ("megatron_rl.rewards.text:exact_macht", "did you mean 'exact_match'"),
         ("no/such/file.py:fn", "there is no file"),
         ("megatron_rl.rewards.pool:LARGEST_CHUNK", "is not callable, but a int"),
@@ -182,7 +195,9 @@ def test_a_reward_that_cannot_be_found_is_an_error(spec: str, reason: str):
 
 def test_a_file_that_does_not_import_shows_its_error(tmp_path: Path):
     path = write(tmp_path, "import no_such_package\n")
-    with pytest.raises(RewardError, match=r"does not import \(ModuleNotFoundError: No module named 'no_such_package'"):
+    with pytest.raises(
+        RewardError, match=r"does not import \(ModuleNotFoundError: No module named 'no_such_package'"
+    ):
         load_reward(f"{path}:fn")
     path = write(tmp_path, "def fn(:\n")
     with pytest.raises(RewardError, match=r"does not import \(SyntaxError"):
@@ -194,7 +209,10 @@ def test_a_file_that_does_not_import_shows_its_error(tmp_path: Path):
     [
         ("def fn():\n    return 1\n", "accepted forms: fn(data_source, solution_str"),
         ("def fn(sample, other):\n    return 1\n", "needs other, which nothing gives -- accepted forms"),
-        ("def fn(solution_str, reference):\n    return 1\n", "needs reference, which nothing gives -- accepted forms"),
+        (
+            "def fn(solution_str, reference):\n    return 1\n",
+            "needs reference, which nothing gives -- accepted forms",
+        ),
         ("async def fn(sample):\n    return 1\n", "coroutine"),
         ("fn = 3\n", "is not callable, but a int -- accepted forms"),
     ],
@@ -227,11 +245,17 @@ def test_a_dict_gives_score_and_numeric_extras():
     assert to_result(returned, "fn") == RewardResult(1.0, {"acc": 1.0, "length": 3.0})
 
 
-@pytest.mark.parametrize("returned", ["1.0", None, math.nan, math.inf, [1.0], {"acc": 1.0}, {"score": "1"}, {"score": None}])
+@pytest.mark.parametrize(
+    "returned", ["1.0", None, math.nan, math.inf, [1.0], {"acc": 1.0}, {"score": "1"}, {"score": None}]
+)
 def test_what_is_no_number_is_an_error_with_reward_and_value(returned: object):
     with pytest.raises(RewardError) as error:
         to_result(returned, "mine.py:fn")
-    shown = "keys ['acc']" if returned == {"acc": 1.0} else str(returned["score"] if isinstance(returned, dict) else returned)
+    shown = (
+        "keys ['acc']"
+        if returned == {"acc": 1.0}
+        else str(returned["score"] if isinstance(returned, dict) else returned)
+    )
     assert "reward mine.py:fn returned" in str(error.value) and shown in str(error.value)
 
 

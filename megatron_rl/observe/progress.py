@@ -1,0 +1,109 @@
+"""Progress of long work: bars on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+Advance = Callable[[int], None]
+"""advance(n): n more pieces are done."""
+
+
+class Progress:
+    """Phases without a length (`phase`) and work of known length (`bar`), from any thread.
+
+    On a terminal all that is open shows as bars below the printed lines. Elsewhere a phase prints its start
+    and its seconds, and a bar prints at most every `every_s` seconds.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        """console: where to show; standard output when not given."""
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._lock = threading.Lock()
+        self._open = 0
+        self._live: RichProgress | None = None
+
+    def say(self, line: str) -> None:
+        """Print a line (above the bars)."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show that something runs, and how long it took once it ended well."""
+        start = time.perf_counter()
+        if self._console.is_terminal:
+            with self._task(name, None):
+                yield
+        else:
+            self.say(f"{name} ...")
+            yield
+        self.say(f"{name}: {time.perf_counter() - start:.1f} s")
+
+    @contextmanager
+    def bar(self, name: str, total: int, every_s: float | None = 10.0) -> Iterator[Advance]:
+        """Show how far something is; yields the function that moves it on.
+
+        every_s: least seconds between two lines where there is no terminal; None prints none there.
+        """
+        if self._console.is_terminal:
+            with self._task(name, total) as (live, task):
+                yield lambda pieces: live.advance(task, pieces)
+            return
+        start = last = time.perf_counter()
+        done = 0
+
+        def advance(pieces: int) -> None:
+            nonlocal done, last
+            with self._lock:
+                done += pieces
+                now = time.perf_counter()
+                due = every_s is not None and now - last >= every_s
+                last = now if due else last
+                line = f"{name}: {done}/{total} after {now - start:.0f} s"
+            if due:
+                self.say(line)
+
+        yield advance
+
+    @contextmanager
+    def _task(self, name: str, total: int | None) -> Iterator[tuple[RichProgress, TaskID]]:
+        """A bar in the one live display, which is there while any bar is."""
+        with self._lock:
+            if self._live is None:
+                self._live = self._display()
+                self._live.start()
+            live = self._live
+            self._open += 1
+            task = live.add_task(name, total=total)
+        try:
+            yield live, task
+        finally:
+            with self._lock:
+                live.remove_task(task)
+                self._open -= 1
+                if self._open == 0:
+                    live.stop()
+                    self._live = None
+
+    def _display(self) -> RichProgress:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            _Count(),
+            TimeElapsedColumn(),
+        )
+        return RichProgress(*columns, console=self._console, transient=True)
+
+
+class _Count(MofNCompleteColumn):
+    """done/total, and nothing for work of unknown length."""
+
+    def render(self, task):  # type: ignore[no-untyped-def]
+        return super().render(task) if task.total is not None else TextColumn("").render(task)

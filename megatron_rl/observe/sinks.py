@@ -1,0 +1,198 @@
+"""Where metrics go: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow when asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from megatron_rl.errors import DataError, MissingDependency
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    """Takes each step's flat metrics once."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_sinks(
+    names: Sequence[str],
+    run_dir: str | Path,
+    *,
+    project: str,
+    experiment: str,
+    first_step: int = 0,
+    settings: Mapping[str, Any] | None = None,
+) -> list[Sink]:
+    """The JSONL sink and those named (tensorboard, wandb, mlflow; console is no sink and is passed over).
+
+    first_step: the first step that will be written; what an earlier run wrote from there on is cut.
+    settings: the resolved config, for the services that show it. Raises MissingDependency with the pip
+    command.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    sinks: list[Sink] = []
+    if "tensorboard" in names:
+        sinks.append(TensorBoardSink(folder / "tensorboard", first_step))
+    if "wandb" in names:
+        sinks.append(WandbSink(folder, project, experiment, settings or {}))
+    if "mlflow" in names:
+        sinks.append(MlflowSink(folder, project, experiment, settings or {}))
+    return [JsonlSink(folder / METRICS_FILE, first_step), *sinks]
+
+
+class JsonlSink:
+    """One JSON object a step, on disk when `write` returns. Numbers that are not finite become null."""
+
+    def __init__(self, path: str | Path, first_step: int = 0) -> None:
+        """Keep the lines of steps before first_step, cut the others (and a line that a kill broke off)."""
+        self._path = Path(path)
+        kept, cut = _lines_before(self._path, first_step)
+        if cut:
+            logger.info("%s: cut %d line(s) of an earlier run from step %d on", self._path, cut, first_step)
+            fresh = self._path.with_suffix(".tmp")
+            fresh.write_text("".join(kept), encoding="utf-8")
+            fresh.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {
+            "step": step,
+            **{name: value if math.isfinite(value) else None for name, value in metrics.items()},
+        }
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """Rows of a metrics.jsonl in file order; null is NaN. DataError names a line that is no row."""
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        row = _row(line)
+        if row is None:
+            raise DataError(f"{path}, line {number}: {line[:80]!r} -- no row of metrics -- delete the line")
+        rows.append({name: math.nan if value is None else value for name, value in row.items()})
+    return rows
+
+
+class TensorBoardSink:
+    """Scalars in an event file of their own; TensorBoard hides what an earlier run wrote from first_step on.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        _require("tensorboard", "pip install tensorboard")
+        # By name: what protobuf makes has no members that a type checker could see.
+        event_pb2 = import_module("tensorboard.compat.proto.event_pb2")
+        summary_pb2 = import_module("tensorboard.compat.proto.summary_pb2")
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run; a run that goes on in the same folder goes on in the same W&B run."""
+
+    def __init__(self, folder: Path, project: str, experiment: str, settings: Mapping[str, Any]) -> None:
+        wandb = _require("wandb", "pip install wandb")
+        self._run = wandb.init(
+            project=project,
+            name=experiment,
+            id=_kept_id(folder / "wandb_id"),
+            resume="allow",
+            dir=str(folder),
+            config=dict(settings),
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """An MLflow run where MLFLOW_TRACKING_URI says; a run that goes on in the same folder goes on in the same
+    one.
+    """
+
+    def __init__(self, folder: Path, project: str, experiment: str, settings: Mapping[str, Any]) -> None:
+        self._mlflow = _require("mlflow", "pip install mlflow")
+        self._mlflow.set_experiment(project)
+        kept = folder / "mlflow_id"
+        if kept.exists():
+            self._mlflow.start_run(run_id=kept.read_text().strip())
+            return
+        run = self._mlflow.start_run(run_name=experiment)
+        kept.write_text(run.info.run_id)
+        self._mlflow.log_dict(dict(settings), "config.json")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _require(package: str, command: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise MissingDependency(
+            f"trainer.logger: {package!r} -- the package {package} cannot be imported ({error}) "
+            f"-- {command}, or leave it out of trainer.logger"
+        ) from error
+
+
+def _kept_id(path: Path) -> str:
+    if not path.exists():
+        path.write_text(uuid4().hex[:12])
+    return path.read_text().strip()
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _lines_before(path: Path, first_step: int) -> tuple[list[str], int]:
+    """Lines of steps before first_step, and how many others there are."""
+    if not path.exists():
+        return [], 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [
+        line for line in lines if line.endswith("\n") and (row := _row(line)) and row["step"] < first_step
+    ]
+    return kept, len(lines) - len(kept)

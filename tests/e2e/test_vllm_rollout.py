@@ -1,0 +1,160 @@
+"""Contract W7 and the rollout's log-probabilities, with real vLLM and a real Megatron actor in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.errors import ReshardError, RolloutError
+from tests.ranks.run_ranks import run_ranks
+from tests.ranks.tiny import load_hf_model, random_batch, save_tiny
+from tests.ranks.training import build, make_actor
+
+NEW_TOKENS = 24
+LONG_PROMPT = 300
+"""Longer than two blocks of the prefix cache: a stale block would show."""
+
+
+def _settings(folder: str, name: str = "vllm", **changes: Any) -> Any:
+    from megatron_rl.rollout.engine import EngineSettings
+
+    values: dict[str, Any] = {
+        "name": name,
+        "model_path": folder,
+        "tokenizer_path": folder,
+        "vocab_size": 128,
+        "max_model_len": 512,
+        "dtype": "float32",
+        "device": "cpu",
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_gb": None,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": None,
+        "enforce_eager": True,
+        "free_cache_engine": True,
+        "seed": 0,
+        "needs_text": False,
+    }
+    return EngineSettings(**(values | changes))
+
+
+def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
+    """Largest difference between the engine's log-probabilities and the trainer's over samples of short and long prompts."""
+    from megatron_rl.data.batching import from_rollouts
+    from megatron_rl.mcore.step import forward_logprobs
+    from megatron_rl.rollout.engine import Request, Sampling
+    from megatron_rl.types import Prompt, Rollout, RolloutGroup
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tuple(torch.randint(2, 128, (n,), generator=generator).tolist()) for n in (5, 17, 140, LONG_PROMPT)]
+    sampling = Sampling(n=2, temperature=temperature, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=(1,))
+    answers = engine.generate([Request(p, seed=7 * i) for i, p in enumerate(prompts)], sampling)
+    groups = [
+        RolloutGroup(
+            Prompt(i, prompt, "", "s", None),
+            tuple(Rollout(s.token_ids, s.logprobs, s.finish_reason, "") for s in samples),
+            engine.weight_version,
+        )
+        for i, (prompt, samples) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    batch, _ = from_rollouts(groups)
+    (found,) = forward_logprobs(trainable.policy, [batch], temperature)
+    return float((found["logprobs"] - batch.columns["rollout_logprobs"])[batch.loss_mask].abs().max())
+
+
+def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.mcore import convert, step
+    from megatron_rl.reshard.publisher import WeightPublisher
+    from megatron_rl.rollout.engine import Request, Sampling, make_engine
+
+    trainable = build(folder, make_actor(), world)
+    rng = torch.get_rng_state()
+    engine = make_engine(_settings(folder))
+    kept_rng = torch.equal(rng, torch.get_rng_state())
+    greedy = Sampling(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=())
+    refused = ""
+    try:
+        engine.generate([Request((5,))], greedy)
+    except RolloutError as error:
+        refused = str(error)
+    publisher = WeightPublisher(engine, lambda: convert.export_hf(trainable.policy))
+    publisher.publish(0, expect_change=False)
+    gaps = [_gaps(engine, trainable, temperature) for temperature in (1.0, 0.7)]
+    for version in (1, 2, 3):
+        step.train_step(trainable, [random_batch(version, (30, 41), 128)], nll_loss, 1.0)
+        publisher.publish(version, expect_change=True)
+        gaps.append(_gaps(engine, trainable, 1.0))
+    long = tuple(range(2, 120)) * 3
+    (samples,) = engine.generate([Request(long[:LONG_PROMPT])], greedy)
+    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.policy)}
+    unchanged = ""
+    try:
+        publisher.publish(4, expect_change=True)
+    except ReshardError as error:
+        unchanged = str(error)
+    version = engine.weight_version
+    engine.close()
+    return {
+        "gaps": gaps,
+        "greedy": samples[0].token_ids,
+        "prompt": long[:LONG_PROMPT],
+        "weights": exported,
+        "refused": refused,
+        "unchanged": unchanged,
+        "version": version,
+        "kept_rng": kept_rng,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("vllm") / "model", "qwen2", tied=True)
+
+
+def test_w7_w8_engine_follows_the_trainer_through_three_updates(folder: str) -> None:
+    """W7: within 1e-4 before and after each of three updates, prefix caching on, prompts of up to 300 tokens. W8 too."""
+    (result,) = run_ranks(1, _updates_on_rank, folder, timeout=240.0)
+    assert max(result["gaps"]) < 1e-4, result["gaps"]
+    model = load_hf_model(folder)
+    model.load_state_dict(result["weights"], strict=False)
+    ids = torch.tensor([result["prompt"]])
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert tuple(wanted[0, ids.shape[1] :].tolist()) == result["greedy"], "greedy text equals transformers'"
+    assert "before the first update_weights" in result["refused"]
+    assert "equal those published before" in result["unchanged"]
+    assert result["kept_rng"], "starting the engine leaves the trainer's random numbers alone"
+
+
+def test_max_model_len_is_an_error_and_never_a_cut(tmp_path: Path) -> None:
+    from megatron_rl.rollout.engine import Request, Sampling, make_engine
+
+    engine = make_engine(_settings("unused", "fake", max_model_len=10))
+    engine.update_weights([], 0)
+    sampling = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=6, stop_token_ids=())
+    assert len(engine.generate([Request((1, 2, 3, 4))], sampling)) == 1
+    with pytest.raises(RolloutError, match="prompt of 5 tokens \\+ 6 new ones pass the engine's max_model_len 10"):
+        engine.generate([Request((1, 2, 3, 4, 5))], sampling)
+
+
+def test_hf_engine_agrees_with_its_own_model(folder: str) -> None:
+    """The yardstick engine: log-probabilities of transformers' forward pass, stop ids kept, seeds per sample."""
+    from megatron_rl.rollout.engine import Request, Sampling, make_engine
+
+    model = load_hf_model(folder)
+    engine = make_engine(_settings(folder, "hf"))
+    engine.update_weights(((n, p) for n, p in model.named_parameters()), 0)
+    sampling = Sampling(n=3, temperature=0.8, top_p=1.0, top_k=-1, max_tokens=6, stop_token_ids=(7,))
+    requests = [Request((5, 6, 9), seed=3), Request((4, 2), seed=50)]
+    answers = engine.generate(requests, sampling)
+    assert engine.generate(requests[::-1], sampling)[::-1] == answers, "samples depend on seeds, not on the order"
+    for request, samples in zip(requests, answers, strict=True):
+        for sample in samples:
+            ids = torch.tensor([[*request.token_ids, *sample.token_ids]])
+            logp = torch.log_softmax(model(ids).logits[0].float() / 0.8, -1)[len(request.token_ids) - 1 : -1]
+            wanted = logp.gather(1, torch.tensor(sample.token_ids)[:, None]).squeeze(1)
+            assert torch.allclose(torch.tensor(sample.logprobs), wanted, atol=1e-4)
+            assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == 7)

@@ -1,0 +1,58 @@
+"""Every file in configs/ is a complete run, loads without a fault, and is what its name says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megatron_rl.config.load import load_config
+from megatron_rl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
+NAME = re.compile(r"([a-z]+)-([a-z0-9.]+)-(\d+)n(\d+)g(-[a-z0-9.-]+)?\.yaml")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like a checkout whose quick start ran: data, and a model where SFT leaves its own."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    script = "examples/quickstart/make_data.py"
+    command = [sys.executable, script, "runs/quickstart/data"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    trained = folder / "runs/quickstart/sft/final"
+    shutil.copytree(folder / "runs/quickstart/data/model", trained)
+    save_file({"model.embed_tokens.weight": np.zeros((2, 2), np.float32)}, trained / "model.safetensors")
+    return folder
+
+
+def test_the_quick_start_has_its_configs():
+    assert {"sft-add2-1n1g.yaml", "grpo-add2-1n1g.yaml"} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_loads_and_is_what_its_name_says(path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(checkout)
+    config = load_config([str(path)])
+    name = NAME.fullmatch(path.name)
+    assert name, f"{path.name}: name it <algorithm>-<model>-<n>n<g>g[-<strategy>].yaml"
+    assert config.algorithm.name == name[1]
+    assert config.cluster.nnodes == int(name[3])
+    assert config.cluster.n_gpus_per_node == int(name[4])
+
+
+def test_loading_catches_a_fault_in_a_config(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(checkout)
+    broken = checkout / "broken.yaml"
+    text = (ROOT / "configs/sft-add2-1n1g.yaml").read_text(encoding="utf-8")
+    broken.write_text(text.replace("target_loss", "targt_loss"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="targt_loss"):
+        load_config([str(broken)])

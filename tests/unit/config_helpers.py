@@ -1,0 +1,79 @@
+"""A tiny model folder, a data file and a config that is right, for tests that then break one thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.load import load_config
+from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import ConfigError, Fault
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 320,
+    "max_position_embeddings": 256,
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 128,
+}
+
+
+def make_model(folder: Path, *, weights: bool = True, **changes: Any) -> str:
+    """Write a model folder; `changes` replace fields of its config.json (None removes one)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {key: value for key, value in {**QWEN2, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "tokenizer.json").write_text("{}")
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+def write(path: Path, text: str) -> str:
+    """Write a file and return its path."""
+    path.write_text(text)
+    return str(path)
+
+
+def base_settings(folder: Path) -> list[str]:
+    """Overrides of a run that is right as it stands: 24 tokens at most, 64 prompts, 8 samples, one rank."""
+    model = make_model(folder / "model")
+    data = write(folder / "train.jsonl", "")
+    return [
+        f"model.path={model}",
+        f"data.train_files={data}",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+    ]
+
+
+def load(folder: Path, *overrides: str, paths: tuple[str, ...] = ()) -> RunConfig:
+    """The right run with `overrides`."""
+    return load_config(list(paths), [*base_settings(folder), *overrides])
+
+
+def faults(folder: Path, *overrides: str, paths: tuple[str, ...] = ()) -> list[Fault]:
+    """What is wrong with the run once `overrides` are laid over it."""
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *overrides, paths=paths)
+    return caught.value.faults
+
+
+def only_fault(folder: Path, *overrides: str, paths: tuple[str, ...] = ()) -> Fault:
+    """As faults, where there is one."""
+    found = faults(folder, *overrides, paths=paths)
+    assert len(found) == 1, [str(fault) for fault in found]
+    return found[0]

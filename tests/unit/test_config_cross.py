@@ -1,0 +1,237 @@
+"""Checks that span sections: what is impossible is refused with a cure (R5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config.actor import ActorConfig
+from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.data import DataConfig
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.run import CHECKS, RunConfig, cross_faults
+from tests.unit.config_helpers import faults, load, only_fault
+
+
+def test_a_right_run_has_no_faults(tmp_path: Path) -> None:
+    assert cross_faults(load(tmp_path)) == []
+
+
+def test_tp_that_does_not_divide_the_ranks(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "actor.tp=2", "cluster.n_gpus_per_node=3")
+    assert fault.key == "actor.tp" and "2 does not divide the 3 ranks" in fault.reason
+    assert "one of 1 or 3" in fault.cure and "multiple of 2" in fault.cure
+
+
+def test_dp_is_what_tensor_parallelism_leaves(tmp_path: Path) -> None:
+    cfg = load(tmp_path, "actor.tp=2", "cluster.nnodes=2", "cluster.n_gpus_per_node=4")
+    assert (cfg.world_size, cfg.dp_size) == (8, 4)
+
+
+@pytest.mark.parametrize("axis", ["pp", "vpp", "cp", "ep"])
+def test_axes_that_come_later_are_refused(tmp_path: Path, axis: str) -> None:
+    fault = only_fault(tmp_path, f"actor.{axis}=2", "cluster.n_gpus_per_node=2")
+    assert fault.key == f"actor.{axis}" and fault.reason.startswith("not supported yet; use tp and dp")
+
+
+def test_engine_over_several_ranks_is_refused(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=2")
+    assert fault.key == "rollout.tp" and "engines over several ranks are not supported yet" in fault.reason
+    assert (
+        "does not divide the 3 ranks"
+        in only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=3").reason
+    )
+
+
+def test_critic_is_refused(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "critic.enable=true")
+    assert fault.key == "critic.enable" and "no algorithm here uses a critic yet" in fault.reason
+
+
+def test_mini_batch_that_does_not_divide_the_batch(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "data.train_batch_size=64", "actor.ppo_mini_batch_size=24")
+    assert (
+        fault.key == "actor.ppo_mini_batch_size"
+        and "does not divide data.train_batch_size 64" in fault.reason
+    )
+    assert "8 or 16" in fault.cure
+
+
+def test_mini_batch_larger_than_the_batch(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "data.train_batch_size=64", "actor.ppo_mini_batch_size=128")
+    assert "more than data.train_batch_size 64" in fault.reason and "multiple of 128" in fault.cure
+
+
+def test_ranks_without_a_sequence_are_refused(tmp_path: Path) -> None:
+    many = "cluster.n_gpus_per_node=32"
+    fault = only_fault(tmp_path, many, "actor.ppo_mini_batch_size=2", "data.train_batch_size=8")
+    assert (
+        fault.key == "actor.ppo_mini_batch_size" and "16 sequences for 32 data-parallel ranks" in fault.reason
+    )
+    assert "at least 4" in fault.cure
+    assert only_fault(tmp_path, many, "data.train_batch_size=2").key == "data.train_batch_size"
+
+
+def test_token_budget_below_the_longest_sequence(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "actor.max_tokens_per_gpu=23")
+    assert fault.key == "actor.max_tokens_per_gpu" and "24 (data.max_prompt_length 16 + " in fault.reason
+    assert "at least 24" in fault.cure
+    load(tmp_path, "actor.max_tokens_per_gpu=24")
+
+
+def test_max_model_len_below_prompt_plus_response_is_never_a_cut(tmp_path: Path) -> None:
+    """R6"""
+    fault = only_fault(tmp_path, "rollout.max_model_len=23")
+    assert fault.key == "rollout.max_model_len" and "would cut responses" in fault.reason
+    load(tmp_path, "rollout.max_model_len=24")
+
+
+def test_grpo_needs_two_samples_of_a_prompt(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "rollout.n=1")
+    assert fault.key == "rollout.n" and "nothing to compare with" in fault.reason
+    assert load(tmp_path, "rollout.n=1", "algorithm.name=sft").samples_per_prompt == 1
+
+
+def test_truncated_sampling_is_refused_for_training_and_free_for_validation(tmp_path: Path) -> None:
+    """N7"""
+    assert only_fault(tmp_path, "rollout.top_p=0.9").key == "rollout.top_p"
+    assert only_fault(tmp_path, "rollout.top_k=50").key == "rollout.top_k"
+    load(tmp_path, "rollout.val.top_p=0.9", "rollout.val.top_k=50")
+
+
+def test_sft_ignores_the_settings_of_generation(tmp_path: Path) -> None:
+    load(
+        tmp_path, "algorithm.name=sft", "rollout.top_p=0.9", "rollout.max_model_len=1", "reward.function=none"
+    )
+
+
+def test_sequence_parallel_needs_tensor_parallel_ranks(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "actor.sequence_parallel=true")
+    assert fault.key == "actor.sequence_parallel" and "actor.tp is 1" in fault.reason
+    load(tmp_path, "actor.sequence_parallel=true", "actor.tp=2", "cluster.n_gpus_per_node=2")
+
+
+def test_inline_backend_has_one_rank(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "cluster.backend=inline", "cluster.n_gpus_per_node=2")
+    assert fault.key == "cluster.backend" and "one rank in this process" in fault.reason
+
+
+def test_ray_settings_that_cannot_take_effect(tmp_path: Path) -> None:
+    assert only_fault(tmp_path, "cluster.backend=inline", "cluster.ray_port=6379").key == "cluster.ray_port"
+    fault = only_fault(tmp_path, "cluster.ray_address=10.0.0.1:6379", "cluster.ray_port=6379")
+    assert fault.key == "cluster.ray_port" and "joins a running one" in fault.reason
+
+
+def test_target_loss_belongs_to_sft(tmp_path: Path) -> None:
+    assert only_fault(tmp_path, "trainer.target_loss=0.25").key == "trainer.target_loss"
+    load(tmp_path, "trainer.target_loss=0.25", "algorithm.name=sft")
+
+
+def test_validation_without_files(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "trainer.test_freq=5")
+    assert fault.key == "trainer.test_freq" and "data.val_files is empty" in fault.reason
+    load(tmp_path, "trainer.test_freq=5", f"data.val_files={tmp_path / 'train.jsonl'}")
+
+
+def test_a_reference_that_nothing_reads(tmp_path: Path) -> None:
+    reference = f"ref.path={tmp_path / 'model'}"
+    fault = only_fault(tmp_path, reference)
+    assert fault.key == "ref.path" and "nothing in this run reads the reference" in fault.reason
+    assert load(tmp_path, reference, "actor.use_kl_loss=true").needs_reference
+    assert load(tmp_path, reference, "algorithm.use_kl_in_reward=true").needs_reference
+    assert only_fault(tmp_path, reference, "actor.use_kl_loss=true", "algorithm.name=sft").key == "ref.path"
+
+
+def test_unknown_estimator_and_loss_list_what_is_known(tmp_path: Path) -> None:
+    found = faults(tmp_path, "algorithm.adv_estimator=gae", "actor.loss_mode=ppoclip")
+    assert [(fault.key, fault.cure) for fault in found] == [
+        ("algorithm.adv_estimator", "known: grpo"),
+        ("actor.loss_mode", "did you mean ppo_clip? known: ppo_clip"),
+    ]
+
+
+def test_learning_rate_schedules_that_contradict_themselves(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "actor.optim.lr_warmup_steps=10", "actor.optim.lr_decay_steps=10")
+    assert fault.key == "actor.optim.lr_decay_steps"
+    fault = only_fault(tmp_path, "actor.optim.lr_warmup_steps=11", "trainer.total_training_steps=10")
+    assert fault.key == "actor.optim.lr_warmup_steps" and "10 optimizer steps" in fault.reason
+    load(tmp_path, "actor.optim.lr_warmup_steps=11", "trainer.total_training_steps=10", "actor.ppo_epochs=2")
+
+
+def test_missing_and_empty_data_files_are_named_with_their_place_in_the_list(tmp_path: Path) -> None:
+    good = tmp_path / "train.jsonl"
+    found = faults(
+        tmp_path, f"data.train_files=[{good},absent.parquet,{tmp_path}]", "data.val_files=absent.jsonl"
+    )
+    assert [(fault.key, fault.value, fault.reason.partition(" [")[0]) for fault in found] == [
+        ("data.train_files[1]", "absent.parquet", "there is no such file"),
+        ("data.train_files[2]", str(tmp_path), "is a folder, not a file"),
+        ("data.val_files", "absent.jsonl", "there is no such file"),
+    ]
+    assert only_fault(tmp_path, "data.train_files=[]").reason.startswith("is empty")
+
+
+def test_an_unknown_reward_lists_names_and_forms(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "reward.function=exactmatch")
+    assert fault.cure.startswith(
+        "did you mean exact_match? known: exact_match, math, numeric; or package.module:"
+    )
+    assert only_fault(tmp_path, "reward.function=:f").reason.startswith("does not name a place")
+
+
+def test_a_reward_file_must_exist_parse_and_define_the_function(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    setting = f"reward.function={file}:compute_score"
+    assert "there is no file" in only_fault(tmp_path, setting).reason
+    file.write_text("def compute_scores(solution_str):\n    return 1.0\n")
+    fault = only_fault(tmp_path, setting)
+    assert (
+        "does not define compute_score" in fault.reason
+        and f"did you mean {file}:compute_scores" in fault.cure
+    )
+    file.write_text("def compute_score(:\n")
+    assert "not valid Python" in only_fault(tmp_path, setting).reason
+    for text in (
+        "def compute_score(solution_str): ...\n",
+        "from math import sqrt as compute_score\n",
+        "from x import *\n",
+    ):
+        file.write_text(text)
+        assert load(tmp_path, setting).reward.function == f"{file}:compute_score"
+
+
+def test_a_reward_module_is_not_imported_by_the_config(tmp_path: Path) -> None:
+    assert load(tmp_path, "reward.function=some.module:f").reward.function == "some.module:f"
+
+
+def test_checks_read_keys_that_exist() -> None:
+    from megatron_rl.config.load import run_schema
+
+    assert {name for check in CHECKS for name in check.reads} <= set(run_schema().keys)
+
+
+@given(
+    nodes=st.integers(1, 3),
+    per_node=st.integers(1, 8),
+    tp=st.integers(1, 8),
+    batch=st.integers(1, 64),
+    mini=st.none() | st.integers(1, 64),
+)
+def test_a_run_without_faults_of_layout_has_whole_numbers(
+    nodes: int, per_node: int, tp: int, batch: int, mini: int | None
+) -> None:
+    cfg = RunConfig(
+        model=ModelConfig(path=""),
+        data=DataConfig(train_files=[], train_batch_size=batch),
+        actor=ActorConfig(tp=tp, ppo_mini_batch_size=mini),
+        cluster=ClusterConfig(nnodes=nodes, n_gpus_per_node=per_node),
+    )
+    wrong = {fault.key for fault in cross_faults(cfg)}
+    assert ("actor.tp" not in wrong) == (nodes * per_node % tp == 0)
+    if not wrong & {"actor.tp", "actor.ppo_mini_batch_size", "data.train_batch_size"}:
+        assert cfg.dp_size * tp == cfg.world_size
+        assert cfg.data.train_batch_size % cfg.mini_batch_size == 0
+        assert cfg.mini_batch_size * cfg.rollout.n >= cfg.dp_size
