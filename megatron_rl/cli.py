@@ -18,7 +18,7 @@ from megatron_rl.config.idle import idle_settings
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
 from megatron_rl.config.verl_keys import DIFFERENCES
-from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.errors import ConfigError, Fault, MegatronRLError
 
 VERBS: dict[str, str] = {
     "check": "resolve the config and print the run, its batch arithmetic and its layout; start nothing",
@@ -165,6 +165,9 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
 
 
 def _eval(resolved: Resolved, options: argparse.Namespace) -> int:
+    if not resolved.config.data.val_files:
+        reason = "eval scores the model on these files, and there are none"
+        raise ConfigError([Fault("data.val_files", [], reason, "give at least one Parquet or JSONL file")])
     from megatron_rl import trainers
 
     _print_mapping(resolved)

@@ -1,0 +1,1 @@
+"""Processes: placing workers, calling them, ending them."""

@@ -21,13 +21,16 @@ def worker_environment(cluster: ClusterConfig, device: str, controller: Mapping[
         "OMP_NUM_THREADS": str(max(1, int(cluster.num_cpus_per_rank))),
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":
-        values["TORCHDYNAMO_DISABLE"] = "1"
+        # Compiling small functions costs more than they ever save there.
+        values |= {"TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
     else:
         # Megatron-Core orders tensor-parallel collectives by a single queue on GPUs before Blackwell.
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        # FlashInfer's sampler is built at run time; vLLM's own needs no compiler.
+        values |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     for name, value in controller.items():
         if name.startswith(PASSED_PREFIXES) or name in PASSED_NAMES:
             values[name] = value

@@ -93,12 +93,14 @@ class RayBackend:
             if graceful and self._broken is None:
                 error = self._close_workers()
         finally:
-            for actor in self._actors:
-                ray.kill(actor)
-            if self._group is not None:
-                remove_placement_group(self._group)
-            self._wait_until_gone()
-            ray_runtime.release()
+            try:
+                for actor in self._actors:
+                    ray.kill(actor)
+                if self._group is not None:
+                    remove_placement_group(self._group)
+                self._wait_until_gone()
+            finally:
+                ray_runtime.release()
         if error is not None:
             raise error
 

@@ -220,7 +220,7 @@ def test_a_dead_actor_is_named_by_rank():
     """R7"""
     with short_lived() as group:
         start = time.monotonic()
-        with pytest.raises(ClusterError, match="Worker.die: rank 1 died: ") as caught:
+        with pytest.raises(ClusterError, match=r"Worker\.die: rank 1 died: ") as caught:
             group.die(1)
         assert time.monotonic() - start < 20
         assert "rank 0" not in str(caught.value) and "its last lines are in the log above" in str(
@@ -288,3 +288,23 @@ def test_ctrl_c_in_a_run_that_joined_this_ray_ends_its_busy_workers_at_once(ray_
     assert "KeyboardInterrupt" in errors and run.returncode != 0
     assert time.monotonic() - start < 8, "busy workers are not waited for"
     assert not psutil.pid_exists(pid)
+
+
+def test_a_close_from_another_thread_ends_a_call_that_runs(group):
+    """Last of those that use the module's group: it closes it."""
+    seen: list[Exception] = []
+
+    def nap() -> None:
+        try:
+            group.nap([60.0, 60.0])
+        except ClusterError as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=nap)
+    thread.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    group.close()
+    thread.join(timeout=10)
+    assert time.monotonic() - start < 8 and not thread.is_alive()
+    assert "Worker.nap: the group was closed during the call" in str(seen[0])

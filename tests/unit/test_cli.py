@@ -136,7 +136,9 @@ def test_train_eval_and_export_hand_the_config_to_trainers(
     )
     monkeypatch.setattr(trainers, "export", lambda cfg, out: calls.append(("export", out)), raising=False)
     assert run(capsys, "train", config, "rollout.n=3")[0] == 0
-    assert run(capsys, "eval", config, "rollout.n=4")[0] == 0
+    code, _, err = run(capsys, "eval", config)
+    assert code == 2 and "data.val_files: []" in err
+    assert run(capsys, "eval", config, "rollout.n=4", f"data.val_files={tmp_path / 'train.jsonl'}")[0] == 0
     assert run(capsys, "export", config, "--out", str(tmp_path / "hf"))[0] == 0
     assert calls == [("run", 3), ("evaluate", 4), ("export", str(tmp_path / "hf"))]
 
