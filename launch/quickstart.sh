@@ -103,7 +103,7 @@ SECONDS=0
 cd "$root"
 # shellcheck source=launch/env.sh
 . launch/env.sh
-step Data .venv/bin/python examples/quickstart/make_data.py --out "$out/data"
+step Data .venv/bin/python examples/quickstart/make_data.py "$out/data"
 train_sft
 train_grpo
 show_accuracy

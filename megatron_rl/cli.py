@@ -62,11 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[verb](resolve(files, overrides), options)
     except MegatronRLError as error:
         if isinstance(error, ConfigError) and getattr(options, "json", False):
-            print(
-                json.dumps(
-                    {"ok": False, "faults": [asdict(fault) for fault in error.faults]}, indent=2, default=str
-                )
-            )
+            print(json.dumps({"ok": False, "faults": [asdict(fault) for fault in error.faults]}, indent=2, default=str))
         print(f"megatron-rl {verb}: {error}", file=sys.stderr)
         return REFUSED
 
@@ -93,16 +89,12 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG.yaml | key=value", help="config files, then single settings"
     )
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="a config file, as above"
-    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="a config file, as above")
     if verb == "check":
         parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
         parser.add_argument("--all", action="store_true", help="print every key, not only those that differ")
     if verb == "export":
-        parser.add_argument(
-            "--out", required=True, metavar="DIR", help="folder to write; must not hold other files"
-        )
+        parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not hold other files")
     return parser
 
 
@@ -136,9 +128,7 @@ def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(
-    resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, Any]]) -> dict[str, Any]:
     config = to_dict(resolved.config)
     keys = [
         {"key": key.name, "value": value_of(config, key.name), "default": key.default, "doc": key.doc}

@@ -54,19 +54,11 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
-class Score:
-    """What a reward said of one sample. failed: None, or why the reward gave no score (value is then the configured one)."""
-
-    value: float
-    extra: dict[str, float] = field(default_factory=dict)
-    failed: str | None = None
-
-
-@dataclass(frozen=True)
 class TrainBatch:
     """S sequences of tokens end to end, and per-token columns aligned with them.
 
-    A column's entry at token t belongs to token t as it is *predicted*: logprobs[t] is log p(tokens[t] | tokens before t in
+    A column's entry at token t belongs to token t as it is *predicted*: logprobs[t] is log p(tokens[t] | tokens
+    before t in
     its sequence). The first token of a sequence is predicted by nothing; its entries are 0 and its loss_mask is False.
 
     Example: prompts [5, 6] and [7], responses [8, 1] and [9, 9, 1] give

@@ -204,9 +204,7 @@ def make(folder: Path, seed: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the quick start's model folder and data.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="draws the validation prompts from the held-out pairs"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="draws the validation prompts from the held-out pairs")
     arguments = parser.parse_args()
     counts = make(arguments.folder, arguments.seed)
     rows = ", ".join(f"{name} {count} rows" for name, count in counts.items())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def loss_weights(mode: str, loss_mask: torch.Tensor, segment_ids: torch.Tensor, num_sequences: int, norm_length: int) -> torch.Tensor:
+def loss_weights(
+    mode: str, loss_mask: torch.Tensor, segment_ids: torch.Tensor, num_sequences: int, norm_length: int
+) -> torch.Tensor:
     """[T] float32 weights w with loss = sum(w * token_loss) over the whole mini-batch; 0 where loss_mask is False.
 
     With N trained tokens in all, N_s in sequence s, S sequences that train any token, and L = norm_length:

@@ -37,8 +37,7 @@ class Backend(Protocol):
         ...
 
     def close(self, graceful: bool) -> None:
-        """End every rank. graceful: let workers that have a `close` method run it first. Can be called twice.
-        """
+        """End every rank. graceful: let workers that have a `close` method run it first. Can be called twice."""
         ...
 
 

@@ -122,9 +122,7 @@ def dispatch_of(worker_cls: type, method: str) -> Dispatch:
     found = getattr(worker_cls, method, None)
     if found is None:
         known = sorted(name for name in dir(worker_cls) if hasattr(getattr(worker_cls, name), "__dispatch__"))
-        raise AttributeError(
-            f"{worker_cls.__name__} has no method {method!r}; declared: {', '.join(known) or 'none'}"
-        )
+        raise AttributeError(f"{worker_cls.__name__} has no method {method!r}; declared: {', '.join(known) or 'none'}")
     mode = getattr(found, "__dispatch__", None)
     if mode is None:
         raise ClusterError(
@@ -134,9 +132,7 @@ def dispatch_of(worker_cls: type, method: str) -> Dispatch:
     return mode
 
 
-def scatter(
-    mode: Dispatch, args: Sequence[Any], kwargs: Mapping[str, Any], grid: RankGrid
-) -> list[Call | None]:
+def scatter(mode: Dispatch, args: Sequence[Any], kwargs: Mapping[str, Any], grid: RankGrid) -> list[Call | None]:
     """Each rank's (args, kwargs), or None for a rank that is not called.
 
     Ranks with the same arguments share one tuple object, so that a backend can ship it once.

@@ -20,9 +20,7 @@ class InlineBackend:
 
     world = 1
 
-    def __init__(
-        self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device
-    ) -> None:
+    def __init__(self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device) -> None:
         """Set the rank's environment variables, which `close` takes back, and build worker_cls(0, 1,
         *worker_args).
         """

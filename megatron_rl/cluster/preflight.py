@@ -38,9 +38,7 @@ def preflight(cfg: RunConfig, needs_rollout: bool) -> None:
 
 def package_faults(cfg: RunConfig, needs_rollout: bool) -> list[Fault]:
     """Packages that the run needs and that cannot be imported. Nothing is imported to find out."""
-    needed = [
-        ("model.path", cfg.model.path, package) for package in ("torch", "megatron.core", "transformers")
-    ]
+    needed = [("model.path", cfg.model.path, package) for package in ("torch", "megatron.core", "transformers")]
     if cfg.cluster.backend == "ray":
         needed.append(("cluster.backend", "ray", "ray"))
     if needs_rollout and cfg.rollout.name == "vllm":
@@ -68,8 +66,7 @@ def installed(package: str) -> bool:
 
 
 def device_faults(cfg: RunConfig) -> list[Fault]:
-    """GPUs that are asked for and not there. Where Ray runs elsewhere (cluster.ray_address), Ray counts them.
-    """
+    """GPUs that are asked for and not there. Where Ray runs elsewhere (cluster.ray_address), Ray counts them."""
     if cfg.cluster.device == "cpu" or cfg.cluster.ray_address is not None:
         return []
     import torch
@@ -123,18 +120,14 @@ def folder_faults(cfg: RunConfig) -> list[Fault]:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        return [
-            Fault(key, value, f"{parent} cannot be written ({error.strerror})", "name a folder that can be")
-        ]
+        return [Fault(key, value, f"{parent} cannot be written ({error.strerror})", "name a folder that can be")]
     size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype)
     # The old save stays until the new one is complete.
     need = 2 * size if cfg.trainer.save_freq > 0 else size
     free = shutil.disk_usage(parent).free
     if free >= need:
         return []
-    reason = (
-        f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {need / 2**30:.2f} GiB"
-    )
+    reason = f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {need / 2**30:.2f} GiB"
     return [Fault(key, value, reason, "name a folder on a larger disk, or free some space")]
 
 
@@ -150,12 +143,7 @@ def save_bytes(model_dir: str, dtype: str) -> int:
 def port_faults(cfg: RunConfig) -> list[Fault]:
     """A port for the local Ray that something else has."""
     port = cfg.cluster.ray_port
-    if (
-        cfg.cluster.backend != "ray"
-        or cfg.cluster.ray_address is not None
-        or not port
-        or not port_in_use(port)
-    ):
+    if cfg.cluster.backend != "ray" or cfg.cluster.ray_address is not None or not port or not port_in_use(port):
         return []
     cure = f"name a free port, leave the key out, or join that Ray with cluster.ray_address=127.0.0.1:{port}"
     return [Fault("cluster.ray_port", port, "something on this machine already listens there", cure)]

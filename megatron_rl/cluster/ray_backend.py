@@ -31,11 +31,8 @@ CLOSE_S = 10.0
 class RayBackend:
     """See Backend. Built up in order: Ray, placement group, actors, their environment, their workers."""
 
-    def __init__(
-        self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device
-    ) -> None:
-        """Start every rank within cluster.start_timeout_s. On any error all that was started is ended again.
-        """
+    def __init__(self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device) -> None:
+        """Start every rank within cluster.start_timeout_s. On any error all that was started is ended again."""
         self._name = worker_cls.__name__
         self._id = uuid.uuid4().hex[:12]
         self._cluster = cluster
@@ -69,9 +66,7 @@ class RayBackend:
         only.
         """
         if self._broken is not None:
-            raise ClusterError(
-                f"{self._name}.{method}: the workers cannot be called any more: {self._broken}"
-            )
+            raise ClusterError(f"{self._name}.{method}: the workers cannot be called any more: {self._broken}")
         shipped = _ship(calls)
 
         def submit(rank: int) -> Any:
@@ -119,9 +114,7 @@ class RayBackend:
 
         places: list[Place] = on_all("place", lambda rank: self._actors[rank].place.remote())
         # Ranks of a node are numbered in the order of its GPUs.
-        order = sorted(
-            range(self.world), key=lambda rank: (placement.bundle_of_rank[rank], places[rank].gpu_index)
-        )
+        order = sorted(range(self.world), key=lambda rank: (placement.bundle_of_rank[rank], places[rank].gpu_index))
         self._actors = [self._actors[rank] for rank in order]
         self._places = [places[rank] for rank in order]
         own = self._rank_environments(device)
@@ -131,9 +124,7 @@ class RayBackend:
         left_s = max(1.0, deadline - time.monotonic())
         on_all(
             "__init__",
-            lambda rank: self._actors[rank].start.remote(
-                self._watch(rank, left_s), worker_cls, rank, self.world, args
-            ),
+            lambda rank: self._actors[rank].start.remote(self._watch(rank, left_s), worker_cls, rank, self.world, args),
         )
 
     def _reserve(self, placement: Placement, deadline: float) -> PlacementGroup:
@@ -179,9 +170,7 @@ class RayBackend:
         where = f"{self._name}.{method}"
         try:
             outcome = wait_for_ranks({submit(rank): rank for rank in ranks}, timeout_s, lambda: self._closing)
-        except (
-            BaseException
-        ):  # Ctrl-C: the ranks are still at it, so `close` does not ask them to close first
+        except BaseException:  # Ctrl-C: the ranks are still at it, so `close` does not ask them to close first
             self._broken = f"{where} was interrupted"
             raise
         if outcome.dead or outcome.late:
@@ -232,16 +221,12 @@ class RayBackend:
         deadline = time.monotonic() + CLOSE_S
         while any(psutil.pid_exists(pid) for pid in pids):
             if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"worker processes {pids} do not end -- look at them with ps, then kill them"
-                )
+                raise ClusterError(f"worker processes {pids} do not end -- look at them with ps, then kill them")
             time.sleep(0.02)
 
 
 def _actor(group: PlacementGroup, placement: Placement, rank: int, environment: Mapping[str, str]) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=placement.bundle_of_rank[rank]
-    )
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=placement.bundle_of_rank[rank])
     # Every rank sees all GPUs of its node, as under torchrun: LOCAL_RANK says which one is its own.
     variables = {**environment, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     options = ray.remote(RankHost).options(
@@ -255,8 +240,7 @@ def _actor(group: PlacementGroup, placement: Placement, rank: int, environment: 
 
 
 def _ship(calls: Sequence[Call | None]) -> list[Any]:
-    """Put arguments that several ranks share into the object store once; the others travel with their call.
-    """
+    """Put arguments that several ranks share into the object store once; the others travel with their call."""
     users: dict[int, int] = {}
     for call in calls:
         users[id(call)] = users.get(id(call), 0) + 1

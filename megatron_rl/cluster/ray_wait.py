@@ -31,9 +31,7 @@ class Outcome:
     """Ranks without an answer when the wait ended, in order."""
 
 
-def wait_for_ranks(
-    refs: Mapping[ray.ObjectRef, int], timeout_s: float, called_off: Callable[[], bool]
-) -> Outcome:
+def wait_for_ranks(refs: Mapping[ray.ObjectRef, int], timeout_s: float, called_off: Callable[[], bool]) -> Outcome:
     """Wait until every rank answered, timeout_s passed, GRACE_S passed after a failure, or the wait is called
     off.
     """
@@ -71,7 +69,5 @@ def _take(ref: ray.ObjectRef, rank: int, outcome: Outcome) -> None:
         outcome.errors.append((rank, error))
     except RayError as error:
         # Ray's text: a headline, an indented table of ids, then the reason.
-        lines = [
-            line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")
-        ]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
         outcome.dead[rank] = " ".join(lines)

@@ -56,9 +56,7 @@ def plan_placement(cluster: ClusterConfig, device: Device) -> Placement:
         per_rank["GPU"] = 1.0
     ranks = cluster.n_gpus_per_node
     if cluster.nnodes == 1:
-        return Placement(
-            "STRICT_PACK", tuple(dict(per_rank) for _ in range(ranks)), tuple(range(ranks)), per_rank
-        )
+        return Placement("STRICT_PACK", tuple(dict(per_rank) for _ in range(ranks)), tuple(range(ranks)), per_rank)
     node = {name: amount * ranks for name, amount in per_rank.items()}
     bundle_of_rank = tuple(rank // ranks for rank in range(cluster.nnodes * ranks))
     return Placement("PACK", tuple(dict(node) for _ in range(cluster.nnodes)), bundle_of_rank, per_rank)

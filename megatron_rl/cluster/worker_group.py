@@ -74,8 +74,7 @@ class WorkerGroup:
         return partial(self.call, name)
 
     def close(self) -> None:
-        """End the workers. One that is busy or failed is ended at once; others run their own `close` first.
-        """
+        """End the workers. One that is busy or failed is ended at once; others run their own `close` first."""
         idle = self._lock.acquire(blocking=False)
         try:
             self._backend.close(graceful=idle)

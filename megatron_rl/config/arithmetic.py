@@ -111,9 +111,7 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
     ]
     if cfg.is_rl:
         engines = cfg.world_size // cfg.rollout.tp
-        rows.append(
-            Row("engines", engines, f"{cfg.rollout.name}, {cfg.rollout.tp} rank each, on the actor's ranks")
-        )
+        rows.append(Row("engines", engines, f"{cfg.rollout.name}, {cfg.rollout.tp} rank each, on the actor's ranks"))
         reference = cfg.ref.path or "the actor's starting weights"
         rows.append(
             Row(
@@ -126,9 +124,7 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
         rows += [
             Row("parameters", f"{shape.num_parameters():,}", f"{shape.architecture}, {cfg.model.dtype}"),
             Row("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
-            Row(
-                "KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"
-            ),
+            Row("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
             Row("MLP columns of a rank", shape.ffn_size // actor.tp, f"{shape.ffn_size} / tp {actor.tp}"),
         ]
     return rows

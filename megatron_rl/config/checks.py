@@ -106,17 +106,13 @@ def ray_address(cfg: RunConfig) -> list[Fault]:
     given = {"ray_address": cluster.ray_address, "ray_port": cluster.ray_port}
     if cluster.backend == "inline":
         return [
-            Fault(
-                f"cluster.{key}", value, "has no effect: cluster.backend inline starts no Ray", "leave it out"
-            )
+            Fault(f"cluster.{key}", value, "has no effect: cluster.backend inline starts no Ray", "leave it out")
             for key, value in given.items()
             if value is not None
         ]
     if cluster.ray_address is None or cluster.ray_port is None:
         return []
-    reason = (
-        f"is the port of a local Ray, and cluster.ray_address {cluster.ray_address!r} joins a running one"
-    )
+    reason = f"is the port of a local Ray, and cluster.ray_address {cluster.ray_address!r} joins a running one"
     return [Fault("cluster.ray_port", cluster.ray_port, reason, "leave one of the two out")]
 
 
@@ -149,9 +145,7 @@ def ranks_have_work(cfg: RunConfig) -> list[Fault]:
         return []
     own = cfg.is_rl and cfg.actor.ppo_mini_batch_size is not None
     key = "actor.ppo_mini_batch_size" if own else "data.train_batch_size"
-    reason = (
-        f"an optimizer step has {sequences} sequences for {cfg.dp_size} data-parallel ranks: some have none"
-    )
+    reason = f"an optimizer step has {sequences} sequences for {cfg.dp_size} data-parallel ranks: some have none"
     per_prompt = cfg.samples_per_prompt
     cure = f"use at least {-(-cfg.dp_size // per_prompt)}, or fewer ranks"
     return [Fault(key, cfg.mini_batch_size, reason, cure)]
@@ -205,9 +199,7 @@ def loss_mode(cfg: RunConfig) -> list[Fault]:
 
 
 def _resampled(key: str, value: object, neutral: object) -> Fault:
-    reason = (
-        "the engine would renormalise the probabilities, the trainer does not: policy ratios would be wrong"
-    )
+    reason = "the engine would renormalise the probabilities, the trainer does not: policy ratios would be wrong"
     cure = f"set {key}={neutral} for training (rollout.val may differ)"
     return Fault(key, value, reason, cure)
 
@@ -238,18 +230,14 @@ def validation(cfg: RunConfig) -> list[Fault]:
     if cfg.trainer.test_freq <= 0 or cfg.data.val_files:
         return []
     reason = "asks for validation, and data.val_files is empty"
-    return [
-        Fault("trainer.test_freq", cfg.trainer.test_freq, reason, "give data.val_files, or set test_freq=0")
-    ]
+    return [Fault("trainer.test_freq", cfg.trainer.test_freq, reason, "give data.val_files, or set test_freq=0")]
 
 
 def reference(cfg: RunConfig) -> list[Fault]:
     """A reference model that is named is used."""
     if cfg.ref.path is None or cfg.needs_reference:
         return []
-    reason = (
-        "nothing in this run reads the reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off"
-    )
+    reason = "nothing in this run reads the reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off"
     if not cfg.is_rl:
         reason = "SFT has no reference model"
     return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or turn one of the two on in a GRPO run")]
@@ -274,7 +262,5 @@ def warmup_ends(cfg: RunConfig) -> list[Fault]:
     updates = steps * (cfg.data.train_batch_size // cfg.mini_batch_size) * epochs
     if warmup <= updates:
         return []
-    reason = (
-        f"the run has {updates} optimizer steps (trainer.total_training_steps {steps}): lr is never reached"
-    )
+    reason = f"the run has {updates} optimizer steps (trainer.total_training_steps {steps}): lr is never reached"
     return [Fault("actor.optim.lr_warmup_steps", warmup, reason, f"use at most {updates}, or a longer run")]

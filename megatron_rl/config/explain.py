@@ -117,9 +117,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 def _type_fault(key: Key, shown: str, value: Any, kind: str, message: str = "") -> Fault:
     if value is None:
-        cure = (
-            f"give one: {_about(key)}" if key.required else f"give one, or leave the key out{_default(key)}"
-        )
+        cure = f"give one: {_about(key)}" if key.required else f"give one, or leave the key out{_default(key)}"
         return Fault(shown, None, "needs a value", cure)
     reason, cure = _TYPES.get(kind, (message, "see what the key means"))
     if kind == "string" and shown == key.name and isinstance(value, bool | int | float):

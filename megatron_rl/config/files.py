@@ -80,9 +80,7 @@ def _reward_file(value: str, file: Path, name: str) -> list[Fault]:
     if name in names or "*" in names:
         return []
     close = difflib.get_close_matches(name, sorted(names), n=1)
-    hint = (
-        f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'nothing'}"
-    )
+    hint = f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'nothing'}"
     return [Fault(key, value, f"{file} does not define {name}", hint)]
 
 
@@ -113,9 +111,7 @@ def weights(cfg: RunConfig) -> list[Fault]:
     """Pretrained weights are all there."""
     if cfg.model.init != "pretrained" or not (Path(cfg.model.path) / "config.json").is_file():
         return []
-    return _weight_files(
-        cfg.model.path, "model.path", ", or set model.init=random to start from random weights"
-    )
+    return _weight_files(cfg.model.path, "model.path", ", or set model.init=random to start from random weights")
 
 
 def _weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
@@ -128,10 +124,7 @@ def _weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
         cure = "put the weights there" + otherwise
         if list(Path(folder).glob("pytorch_model*.bin")):
             reason += ", only PyTorch .bin files"
-            cure = (
-                "convert them: load with transformers and save_pretrained, which writes safetensors"
-                + otherwise
-            )
+            cure = "convert them: load with transformers and save_pretrained, which writes safetensors" + otherwise
         return [Fault(key, folder, reason, cure)]
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
@@ -158,15 +151,9 @@ def tokenizer(cfg: RunConfig) -> list[Fault]:
         return [] if own is None else [missing]
     if (Path(folder) / "tokenizer.json").is_file():
         return []
-    cure = (
-        "give model.tokenizer_path, a folder with tokenizer.json"
-        if own is None
-        else "give a folder that has it"
-    )
+    cure = "give model.tokenizer_path, a folder with tokenizer.json" if own is None else "give a folder that has it"
     if any((Path(folder) / name).is_file() for name in ("tokenizer.model", "vocab.json")):
-        cure += (
-            "; transformers writes one from older files (AutoTokenizer.from_pretrained, then save_pretrained)"
-        )
+        cure += "; transformers writes one from older files (AutoTokenizer.from_pretrained, then save_pretrained)"
     return [Fault(key, folder, "the folder has no tokenizer.json", cure)]
 
 

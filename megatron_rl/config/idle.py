@@ -53,9 +53,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not cfg.actor.use_kl_loss:
         yield from ((f"actor.{key}", "actor.use_kl_loss is off") for key in ("kl_loss_coef", "kl_loss_type"))
     if not cfg.algorithm.use_kl_in_reward:
-        yield from (
-            (f"algorithm.{key}", "algorithm.use_kl_in_reward is off") for key in ("kl_coef", "kl_penalty")
-        )
+        yield from ((f"algorithm.{key}", "algorithm.use_kl_in_reward is off") for key in ("kl_coef", "kl_penalty"))
     if cfg.actor.clip_ratio_low is not None and cfg.actor.clip_ratio_high is not None:
         yield "actor.clip_ratio", "clip_ratio_low and clip_ratio_high decide"
     if cfg.actor.optim.lr_scheduler == "constant":

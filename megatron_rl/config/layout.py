@@ -101,20 +101,14 @@ def _read_json(folder: str, key: str) -> tuple[dict[str, Any] | None, list[Fault
         return None, [Fault(key, folder, reason, cure)]
     file = path / "config.json"
     if not file.is_file():
-        cure = (
-            "give a folder in Hugging Face form: config.json, tokenizer.json, safetensors unless init=random"
-        )
+        cure = "give a folder in Hugging Face form: config.json, tokenizer.json, safetensors unless init=random"
         return None, [Fault(key, folder, "the folder has no config.json", cure)]
     try:
         fields: object = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return None, [
-            Fault(key, str(file), f"is not valid JSON: {error}", "repair the file or download it again")
-        ]
+        return None, [Fault(key, str(file), f"is not valid JSON: {error}", "repair the file or download it again")]
     if not isinstance(fields, dict):
-        return None, [
-            Fault(key, str(file), "does not hold a JSON object", "repair the file or download it again")
-        ]
+        return None, [Fault(key, str(file), "does not hold a JSON object", "repair the file or download it again")]
     return cast("dict[str, Any]", fields), []
 
 
@@ -130,12 +124,8 @@ def _architecture(fields: Mapping[str, Any], where: str) -> tuple[str | None, li
         reason = f"does not belong to architectures {found[0]}, whose model_type is {expected}"
         cure = "copy the config.json that belongs to these weights"
         return None, [Fault(f"{where}: model_type", kind, reason, cure)]
-    reason = (
-        "this architecture is not supported" if names else "does not say which architecture the model has"
-    )
-    cure = (
-        f'use a model with one of the supported: {supported} (written "architectures": ["LlamaForCausalLM"])'
-    )
+    reason = "this architecture is not supported" if names else "does not say which architecture the model has"
+    cure = f'use a model with one of the supported: {supported} (written "architectures": ["LlamaForCausalLM"])'
     return None, [Fault(f"{where}: architectures", names, reason, cure)]
 
 
@@ -234,9 +224,7 @@ def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
     ]
     if fields["architectures"] == ["Qwen2ForCausalLM"] and "num_key_value_heads" not in fields:
         # transformers reads an absent entry as 32 here, whatever num_attention_heads is.
-        faults.append(
-            Fault(f"{where}: num_key_value_heads", None, "must be given for Qwen2ForCausalLM", cure)
-        )
+        faults.append(Fault(f"{where}: num_key_value_heads", None, "must be given for Qwen2ForCausalLM", cure))
     theta = _rope_theta(fields)
     if not _is_number(theta) and fields.get("rope_theta") != theta:
         faults.append(Fault(f"{where}: rope_parameters.rope_theta", theta, "must be a number above 0", cure))

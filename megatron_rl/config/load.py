@@ -82,9 +82,7 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = ()) -> Resolved:
     return Resolved(config, mapped, accepted)
 
 
-def _read(
-    paths: Sequence[str], overrides: Sequence[str], schema: Schema
-) -> tuple[list[Entry], list[Fault], bool]:
+def _read(paths: Sequence[str], overrides: Sequence[str], schema: Schema) -> tuple[list[Entry], list[Fault], bool]:
     """Entries, faults, and whether each file could be read: one that could not may set any key."""
     complete = True
     entries: list[Entry] = []
@@ -125,9 +123,7 @@ def _known(entries: list[Entry], schema: Schema, faults: list[Fault]) -> list[En
 def _placed(fault: Fault, entries: dict[str, Entry]) -> Fault:
     """The fault with the place that set its key, where one did."""
     entry = entries.get(fault.key.partition("[")[0])
-    return (
-        fault if entry is None else dataclasses.replace(fault, reason=f"{fault.reason} [set {entry.where}]")
-    )
+    return fault if entry is None else dataclasses.replace(fault, reason=f"{fault.reason} [set {entry.where}]")
 
 
 def _build(known: dict[str, Entry], schema: Schema, unreadable: set[str]) -> tuple[RunConfig, list[Fault]]:

@@ -48,12 +48,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, regexp) for tag, regexp in rules if tag.removeprefix(_TAG) not in ("int", "float", "timestamp")
-    ]
-    for first, rules in cast(
-        "dict[str, list[tuple[str, Any]]]", yaml.SafeLoader.yaml_implicit_resolvers
-    ).items()
+    first: [(tag, regexp) for tag, regexp in rules if tag.removeprefix(_TAG) not in ("int", "float", "timestamp")]
+    for first, rules in cast("dict[str, list[tuple[str, Any]]]", yaml.SafeLoader.yaml_implicit_resolvers).items()
 }
 
 
@@ -77,9 +73,7 @@ def read_file(path: str, source: int) -> tuple[list[Entry], list[Fault]]:
     except PermissionError:
         return [], [Fault(path, path, "may not be read", "make it readable for you (chmod u+r)")]
     except UnicodeDecodeError as error:
-        return [], [
-            Fault(path, path, f"is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8")
-        ]
+        return [], [Fault(path, path, f"is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8")]
     return _read_text(text, path, source)
 
 

@@ -138,9 +138,7 @@ def _unset(value: Any) -> bool:
 
 
 def _is(*values: Any) -> Accepts:
-    return lambda value: any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
-    )
+    return lambda value: any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 _OFFLOAD = "nothing is moved to the host here: same numbers, more memory"
@@ -357,8 +355,7 @@ NEUTRAL_WITHIN: dict[str, tuple[str, str]] = {
 """Prefix of verl's keys -> (the leaf that must be off, why all others change nothing)."""
 
 CURES: dict[str, str] = {
-    ACTOR
-    + "strategy": "remove it, or write megatron: FSDP is not offered, training runs through Megatron-Core",
+    ACTOR + "strategy": "remove it, or write megatron: FSDP is not offered, training runs through Megatron-Core",
     REF + "strategy": "remove it, or write megatron: FSDP is not offered, models run through Megatron-Core",
     ACTOR + "ppo_micro_batch_size": f"use {ACTOR}ppo_micro_batch_size_per_gpu, sequences of one rank",
     ACTOR + "clip_ratio_c": "remove it: dual clip is not offered; clip_ratio_low and clip_ratio_high are",

@@ -19,8 +19,8 @@ MicroBatches = tuple[tuple[int, ...], ...]
 class BatchPlan:
     """Which sequences make up each mini-batch, on each data-parallel rank, in each micro-batch.
 
-    minis[i][d][j] = sequence numbers. All ranks have the same number of micro-batches in a mini-batch (a collective or a
-    pipeline needs that); one may be empty.
+    minis[i][d][j] = sequence numbers. All ranks have the same number of micro-batches in a mini-batch (a collective
+    or a pipeline needs that); one may be empty.
 
     Example: 4 sequences, 2 mini-batches, dp 2 -> (((0,),), ((1,),)), (((2,),), ((3,),))
     """
@@ -63,7 +63,9 @@ def collect_column(
 
 
 def from_rollouts(groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, torch.Tensor]:
-    """Rollouts end to end, and the group [S] of each sequence. Column rollout_logprobs holds the engine's log-probabilities."""
+    """Rollouts end to end, and the group [S] of each sequence. Column rollout_logprobs holds the engine's
+    log-probabilities.
+    """
     tokens: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -95,7 +97,9 @@ def sequence_cost(length: int) -> float:
 
 
 def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices in num_parts lists of near-equal total cost: the largest differencing method (Karmarkar and Karp 1982)."""
+    """Indices in num_parts lists of near-equal total cost: the largest differencing method (Karmarkar and Karp
+    1982).
+    """
     if num_parts == 1:
         return [list(range(len(costs)))]
     # A state is (spread, tie-breaker, parts), a part (cost, members), parts from heavy to light.
@@ -120,7 +124,9 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return [sorted(items) for _, items in heap[0][2]]
 
 
-def _micro_batches(members: Sequence[int], seq_lens: Sequence[int], at_least: int, max_tokens: int, max_seqs: int) -> MicroBatches:
+def _micro_batches(
+    members: Sequence[int], seq_lens: Sequence[int], at_least: int, max_tokens: int, max_seqs: int
+) -> MicroBatches:
     """Balanced micro-batches of `members`, at least `at_least` of them, each within both caps."""
     tokens = sum(seq_lens[s] for s in members)
     count = max(at_least, -(-tokens // max_tokens), -(-len(members) // max_seqs))

@@ -60,9 +60,7 @@ def read_rows(paths: Sequence[str], what: str) -> list[Row]:
         try:
             found = _read_file(Path(path).expanduser())
             if not found:
-                raise DataError(
-                    f"{path}: the file holds no rows -- write rows to it, or take it out of {what}"
-                )
+                raise DataError(f"{path}: the file holds no rows -- write rows to it, or take it out of {what}")
             rows += found
         except DataError as fault:
             faults.append(str(fault))

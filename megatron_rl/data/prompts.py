@@ -46,9 +46,7 @@ class Length(NamedTuple):
     num_tokens: int
 
 
-def load_prompts(
-    cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False
-) -> PromptSet:
+def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False) -> PromptSet:
     """Read, check and render all rows of `files`.
 
     `validation`: the rows are scored, so each needs a ground truth (in training a reward may do without one).
@@ -81,9 +79,7 @@ def load_prompts(
     if cfg.overlong_prompts == "error":
         refuse_overlong(overlong, len(rows), cfg.max_prompt_length, "prompts", "data.max_prompt_length")
     refuse_empty(len(prompts), len(rows), cfg.max_prompt_length, what)
-    return PromptSet(
-        tuple(prompts), len(rows), num_filtered=len(rows) - len(prompts), num_truncated=num_truncated
-    )
+    return PromptSet(tuple(prompts), len(rows), num_filtered=len(rows) - len(prompts), num_truncated=num_truncated)
 
 
 def refuse_overlong(overlong: Sequence[Length], num_rows: int, limit: int, noun: str, key: str) -> None:
@@ -125,9 +121,7 @@ def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) 
         allowed = "a list of messages or a string" if kind == "prompt" else "a list of messages"
         raise BadRow(f"{key!r} is a {type(value).__name__} -- give {allowed}")
     return [
-        {name: field for name, field in message.items() if field is not None}
-        if isinstance(message, dict)
-        else message
+        {name: field for name, field in message.items() if field is not None} if isinstance(message, dict) else message
         for message in value
     ]
 
@@ -138,9 +132,7 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, renderer: Renderer, *, n
     truth = _ground_truth(values)
     if truth is None and need_truth:
         keys = ", ".join(GROUND_TRUTH_KEYS)
-        raise BadRow(
-            f"there is no ground truth to score against -- add reward_model.ground_truth, or one of {keys}"
-        )
+        raise BadRow(f"there is no ground truth to score against -- add reward_model.ground_truth, or one of {keys}")
     return Prompt(
         index=index,
         token_ids=tuple(renderer.prompt_ids(prompt)),

@@ -120,9 +120,7 @@ class Renderer:
         """
         check_messages(messages)
         if messages[0]["role"] == "assistant":
-            raise BadRow(
-                "the conversation begins with an assistant message -- begin with a user or system message"
-            )
+            raise BadRow("the conversation begins with an assistant message -- begin with a user or system message")
         texts: list[tuple[str, bool]] = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -213,9 +211,7 @@ class Renderer:
         decoded = self.decode(ids, skip_special_tokens=False)
         if not ids or (decoded != text and _visible(decoded) != _visible(text)):
             lost = _first_difference(_visible(text), _visible(decoded))
-            raise BadRow(
-                f"the tokenizer does not give the text back ({lost}) -- take out what it has no tokens for"
-            )
+            raise BadRow(f"the tokenizer does not give the text back ({lost}) -- take out what it has no tokens for")
 
     def _check_round_trip(self) -> None:
         """Encode and decode texts of the tokenizer's own vocabulary.
@@ -260,9 +256,7 @@ class Renderer:
 def check_messages(messages: object) -> None:
     """Raise BadRow unless `messages` is a list, not empty, of {"role": str, "content": str, ...}."""
     if not isinstance(messages, list) or not messages:
-        raise BadRow(
-            f"expected a list of messages, found {_short(messages)} -- give [{{role, content}}, ...]"
-        )
+        raise BadRow(f"expected a list of messages, found {_short(messages)} -- give [{{role, content}}, ...]")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise BadRow(f"message {number} is {_short(message)} -- give {{role, content}}")

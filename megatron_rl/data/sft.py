@@ -46,9 +46,7 @@ class SftSet:
     all of them under a template that writes no end token."""
 
 
-def load_sft(
-    cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False
-) -> SftSet:
+def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False) -> SftSet:
     """Read, check and render all rows of `files`. `validation` only says which key errors name.
 
     Rows longer than cfg.max_prompt_length + cfg.max_response_length are an error, left out, or cut at their
@@ -81,18 +79,14 @@ def load_sft(
         samples.append(SftSample(index, tuple(ids), tuple(mask)))
     refuse_bad_rows(bad, len(rows), what)
     if cfg.overlong_prompts == "error":
-        refuse_overlong(
-            overlong, len(rows), limit, "sequences", "data.max_prompt_length + data.max_response_length"
-        )
+        refuse_overlong(overlong, len(rows), limit, "sequences", "data.max_prompt_length + data.max_response_length")
     refuse_empty(len(samples), len(rows), limit, what)
     return SftSet(
         samples=tuple(samples),
         num_rows=len(rows),
         num_filtered=len(rows) - len(samples),
         num_truncated=num_truncated,
-        num_without_end=sum(
-            not renderer.ends_with_eos(sample.token_ids, sample.loss_mask) for sample in samples
-        ),
+        num_without_end=sum(not renderer.ends_with_eos(sample.token_ids, sample.loss_mask) for sample in samples),
     )
 
 
@@ -111,9 +105,7 @@ def _render(cfg: DataConfig, row: Row, renderer: Renderer) -> tuple[list[int], l
     response = values.get(cfg.response_key)
     if not isinstance(response, str):
         found = "not there" if response is None else f"a {type(response).__name__}"
-        raise BadRow(
-            f"{cfg.response_key!r} is {found} -- give a string, or name the column in data.response_key"
-        )
+        raise BadRow(f"{cfg.response_key!r} is {found} -- give a string, or name the column in data.response_key")
     return renderer.sft_ids(prompt, response)
 
 

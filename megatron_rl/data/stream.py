@@ -91,9 +91,7 @@ class Stream:
         differing = [name for name in ("num_items", "shuffle", "seed") if state[name] != here[name]]
         if differing:
             listed = ", ".join(f"{name} was {state[name]!r} and is {here[name]!r}" for name in differing)
-            raise DataError(
-                f"the checkpoint's data order cannot go on: {listed} -- resume with the same data and seed"
-            )
+            raise DataError(f"the checkpoint's data order cannot go on: {listed} -- resume with the same data and seed")
         self._seek(state["epoch"], state["position"])
 
     def _seek(self, epoch: int, position: int) -> None:

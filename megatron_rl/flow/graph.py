@@ -101,9 +101,7 @@ class Flow:
         needed = {value for node in nodes for value in node.inputs if value in self._sources}
         missing = sorted(needed - source_values.keys())
         if missing:
-            raise FlowError(
-                f"run needs the source value(s) {missing} -- pass them by name: run({missing[0]}=...)"
-            )
+            raise FlowError(f"run needs the source value(s) {missing} -- pass them by name: run({missing[0]}=...)")
         self.last_timings = {}
         values = run_nodes(nodes, {name: source_values[name] for name in needed}, self.last_timings)
         wanted = nodes if until is None else [self._nodes[until]]
@@ -165,8 +163,7 @@ class Flow:
         return "\n".join(lines)
 
     def mermaid(self) -> str:
-        """The graph as a Mermaid flowchart: one box a node, boxes of a group together, values on the arrows.
-        """
+        """The graph as a Mermaid flowchart: one box a node, boxes of a group together, values on the arrows."""
         ids = {node.name: f"n{number}" for number, node in enumerate(self.nodes)}
         lines = ["flowchart TD"]
         lines += [f'    s{number}(["{value}"])' for number, value in enumerate(self._sources)]
@@ -191,8 +188,7 @@ class Flow:
     def _node(self, name: str) -> Node:
         if name not in self._nodes:
             raise FlowError(
-                f"the flow has no node {name!r}{_nearest(name, self._nodes)} "
-                f"-- its nodes: {', '.join(self._nodes)}"
+                f"the flow has no node {name!r}{_nearest(name, self._nodes)} -- its nodes: {', '.join(self._nodes)}"
             )
         return self._nodes[name]
 
@@ -238,14 +234,11 @@ def find_faults(nodes: Sequence[Node], sources: Mapping[str, Any]) -> list[str]:
         for value in node.outputs:
             if value in sources:
                 faults.append(
-                    f"node {node.name!r}, value {value!r}: it is also a source "
-                    "-- rename one, or drop it from sources"
+                    f"node {node.name!r}, value {value!r}: it is also a source -- rename one, or drop it from sources"
                 )
             elif value in producers:
                 other = producers[value].name
-                faults.append(
-                    f"node {node.name!r}, value {value!r}: node {other!r} makes it too -- rename one of them"
-                )
+                faults.append(f"node {node.name!r}, value {value!r}: node {other!r} makes it too -- rename one of them")
             else:
                 producers[value] = node
     known = {**sources, **{value: node.outputs[value] for value, node in producers.items()}}
@@ -277,25 +270,20 @@ def _call_fault(node: Node) -> list[str]:
         signature.bind(**dict.fromkeys(node.inputs))
     except TypeError as error:
         return [
-            f"node {node.name!r}: fn{signature} cannot take inputs {sorted(node.inputs)}: {error} "
-            "-- match the names"
+            f"node {node.name!r}: fn{signature} cannot take inputs {sorted(node.inputs)}: {error} -- match the names"
         ]
     return []
 
 
 def _unused_sources(nodes: Sequence[Node], sources: Mapping[str, Any]) -> list[str]:
     used = {value for node in nodes for value in node.inputs}
-    return [
-        f"source {name!r}: no node takes it -- drop it from sources" for name in sources if name not in used
-    ]
+    return [f"source {name!r}: no node takes it -- drop it from sources" for name in sources if name not in used]
 
 
 def _cycles(nodes: Sequence[Node]) -> list[str]:
     """One line for each cycle; a node of each is taken out until none is left."""
     producers = {value: node.name for node in nodes for value in node.outputs}
-    needs = {
-        node.name: {producers[value]: value for value in node.inputs if value in producers} for node in nodes
-    }
+    needs = {node.name: {producers[value]: value for value in node.inputs if value in producers} for node in nodes}
     faults: list[str] = []
     while True:
         try:
@@ -305,9 +293,7 @@ def _cycles(nodes: Sequence[Node]) -> list[str]:
             path: list[str] = error.args[1]
             # graphlib lists each node before the one that needs it.
             steps = [f"{user!r} needs {needs[user][maker]!r} of {maker!r}" for maker, user in pairwise(path)]
-            faults.append(
-                f"node {path[0]!r}: a cycle: {', '.join(steps)} -- break it, for instance with a source"
-            )
+            faults.append(f"node {path[0]!r}: a cycle: {', '.join(steps)} -- break it, for instance with a source")
             del needs[path[0]]
             for of in needs.values():
                 of.pop(path[0], None)
@@ -349,9 +335,7 @@ def _map_node(old: Node, fn: Callable[[Any], Any], taken: set[str]) -> Node:
     return Node(name, lambda **values: fn(*values.values()), old.outputs, old.outputs, old.group)
 
 
-def _renamed(
-    node: Node, inputs: Mapping[str, str] | None = None, outputs: Mapping[str, str] | None = None
-) -> Node:
+def _renamed(node: Node, inputs: Mapping[str, str] | None = None, outputs: Mapping[str, str] | None = None) -> Node:
     """The same node with values under other names (old -> new); its function still sees its own names."""
     new_in, new_out = inputs or {}, outputs or {}
     own_in = {new: old for old, new in new_in.items()}

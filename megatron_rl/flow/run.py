@@ -46,9 +46,7 @@ def run_nodes(
     return values
 
 
-def _raise_first(
-    failed: list[Future[dict[str, Any]]], running: Mapping[Future[dict[str, Any]], Node]
-) -> None:
+def _raise_first(failed: list[Future[dict[str, Any]]], running: Mapping[Future[dict[str, Any]], Node]) -> None:
     """Wait for every call that runs, then raise the first error, with a note for each further one."""
     wait(running)
     error = failed[0].exception()
@@ -64,9 +62,7 @@ def _inputs(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in node.inputs}
 
 
-def _timed_call(
-    node: Node, inputs: Mapping[str, Any], timings: dict[str, tuple[float, float]]
-) -> dict[str, Any]:
+def _timed_call(node: Node, inputs: Mapping[str, Any], timings: dict[str, tuple[float, float]]) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         return node.call(inputs)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import adamw as torch_adamw
+from torch.optim.adamw import adamw
 
 
 class FusedInterfaceAdam(torch.optim.Optimizer):
@@ -42,7 +42,7 @@ class FusedInterfaceAdam(torch.optim.Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(param)
                     state["exp_avg_sq"] = torch.zeros_like(param)
-            torch_adamw.adamw(
+            adamw(
                 params,
                 [param.grad for param in params],
                 [self.state[param]["exp_avg"] for param in params],

@@ -25,6 +25,7 @@ from megatron_rl.config.layout import ModelShape
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.norm import RMSNorm
+from megatron_rl.parallel.groups import tp_group
 from megatron_rl.weights.spec import padded_vocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +64,7 @@ class Policy:
 
     def vocab_shard(self) -> VocabShard:
         """This tensor-parallel rank's part of the vocabulary."""
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tp_group()
         rows = padded_vocab(self.shape, group.size()) // group.size()
         start = group.rank() * rows
         return VocabShard(start, max(0, min(rows, self.shape.vocab_size - start)), group)
@@ -104,8 +105,10 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         pipeline_dtype=DTYPES[dtype],
         bf16=half,
         autocast_dtype=DTYPES[dtype],
-        # Weights are loaded or drawn by weights/, so megatron's own draw does nothing. It still has to run: it marks the
-        # parameters that tensor parallelism splits, and an unmarked one is left out of the gradient norm without a word.
+        # Weights are loaded or drawn by weights/, so megatron's own draw does nothing. It still has to run: it marks
+        # the
+        # parameters that tensor parallelism splits, and an unmarked one is left out of the gradient norm without a
+        # word.
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,
         init_method=_leave_as_is,
@@ -137,7 +140,7 @@ def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     layer.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=cast(Any, RMSNorm))
 
 
 def build_policy(shape: ModelShape, parallel: ParallelConfig, dtype: str, device: torch.device) -> Policy:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_rl.config.layout import ModelShape
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.build import Policy
+from megatron_rl.parallel.groups import tp_group
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.safetensors import WeightSource
 from megatron_rl.weights.spec import LocalParam, hf_shapes, megatron_params
@@ -30,13 +30,10 @@ def local_params(shape: ModelShape, tp: int, tp_rank: int) -> list[LocalParam]:
     )
 
 
-def _tp() -> tuple[torch.distributed.ProcessGroup, int, int]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    return group, group.size(), group.rank()
-
-
 def _checked_parameters(policy: Policy, params: list[LocalParam]) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters by name, after they were compared with the table. Raises CheckpointError naming each fault."""
+    """The model's parameters by name, after they were compared with the table. Raises CheckpointError naming each
+    fault.
+    """
     (model,) = policy.models
     held = dict(model.named_parameters())
     expected = {param.name: param.shape for param in params}
@@ -48,7 +45,9 @@ def _checked_parameters(policy: Policy, params: list[LocalParam]) -> dict[str, t
         if tuple(held[name].shape) != expected[name]
     ]
     if faults:
-        raise CheckpointError(f"{policy.shape.architecture}: model and weight table differ: " + "; ".join(sorted(faults)))
+        raise CheckpointError(
+            f"{policy.shape.architecture}: model and weight table differ: " + "; ".join(sorted(faults))
+        )
     return held
 
 
@@ -60,8 +59,8 @@ def load_hf(policy: Policy, source: WeightSource) -> None:
     """
     shape = policy.shape
     source.check(hf_shapes(shape, FAMILIES[shape.architecture]))
-    _, tp, rank = _tp()
-    params = local_params(shape, tp, rank)
+    group = tp_group()
+    params = local_params(shape, group.size(), group.rank())
     held = _checked_parameters(policy, params)
     for param in params:
         target, at = held[param.name], 0
@@ -82,7 +81,8 @@ def export_hf(
     dtype: of the exported tensors; their own when not given. of: what of each parameter is exported, its value by
     default (its main_grad, say, gives gradients in HF coordinates). Each tensor is new memory, never reused.
     """
-    group, tp, rank = _tp()
+    group = tp_group()
+    tp, rank = group.size(), group.rank()
     shapes = hf_shapes(policy.shape, FAMILIES[policy.shape.architecture])
     tables = [local_params(policy.shape, tp, r) for r in range(tp)]
     held = _checked_parameters(policy, tables[rank])

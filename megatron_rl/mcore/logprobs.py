@@ -35,9 +35,7 @@ def _sum_over_ranks(values: torch.Tensor, shard: VocabShard, op: Any = torch.dis
     return values
 
 
-def _chunk_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, temperature: float, shard: VocabShard
-) -> torch.Tensor:
+def _chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, shard: VocabShard) -> torch.Tensor:
     """[c, h] x [v, h] -> [c, v] float32 logits / temperature; padded rows are -inf."""
     logits = torch.mm(hidden, weight.t()).float()
     if temperature != 1.0:
@@ -108,7 +106,8 @@ class _LinearLogprob(torch.autograd.Function):
 def linear_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, shard: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of each distribution, [n] float32, differentiable; and [n] bool, whether the
+    """Log-probability of each target and entropy of each distribution, [n] float32, differentiable; and [n] bool,
+    whether the
     target is the most likely id (what greedy sampling picks).
 
     hidden: [n, h], the same on all ranks of shard.group. weight: [v / tp, h], this rank's rows of the output matrix.

@@ -87,7 +87,9 @@ def _attention_groups(seq_lens: Sequence[int], starts: torch.Tensor) -> tuple[tu
 
 def rotary(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of RoPE (Su et al. 2021), half-rotated layout: [t] -> two [t, 1, head_dim] float32."""
-    inverse_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
+    inverse_freq = 1.0 / theta ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    )
     angles = positions.float()[:, None] * inverse_freq[None, :]
     angles = torch.cat([angles, angles], dim=-1)[:, None, :]
     return angles.cos(), angles.sin()
@@ -98,8 +100,9 @@ def pack(
 ) -> MicroBatch:
     """TrainBatch -> MicroBatch on `device`.
 
-    multiple: t is padded to a multiple of this (sequence parallelism splits t) by one sequence of pad_id that nothing is
-    trained on. A batch without sequences becomes one padding sequence, so that all ranks make the same passes.
+    multiple: t is padded to a multiple of this (sequence parallelism splits t) by one sequence of pad_id that
+    nothing is trained on. A batch without sequences becomes one padding sequence, so that all ranks make the same
+    passes.
     """
     seq_lens = list(batch.seq_lens)
     total = batch.num_tokens

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -17,6 +16,7 @@ from megatron_rl.mcore.build import Policy, Trainable
 from megatron_rl.mcore.logprobs import linear_logprobs
 from megatron_rl.mcore.packing import MicroBatch, pack
 from megatron_rl.parallel.collectives import reduce_metrics
+from megatron_rl.parallel.groups import dp_cp_group
 from megatron_rl.types import Metric, StepReport, TrainBatch
 
 TokenLoss = Callable[
@@ -51,7 +51,9 @@ def _forward(model: Any, micro: MicroBatch) -> torch.Tensor:
 
 
 def _head(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities and entropies [n] float32, and greedy hits [n] bool, at the trained tokens, from [t (/ tp), 1, h] hidden states."""
+    """Log-probabilities and entropies [n] float32, and greedy hits [n] bool, at the trained tokens, from [t (/ tp),
+    1, h] hidden states.
+    """
     if policy.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
     else:
@@ -60,7 +62,9 @@ def _head(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, temperature: 
     return linear_logprobs(rows, policy.models[-1].head_weight(), micro.targets, temperature, policy.vocab_shard())
 
 
-def _run(policy: Policy, micros: list[MicroBatch], loss_of: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool) -> list[Any]:
+def _run(
+    policy: Policy, micros: list[MicroBatch], loss_of: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
+) -> list[Any]:
     """Drive all micro-batches through the schedule; returns what loss_of said of each (last stage only)."""
 
     def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -79,7 +83,9 @@ def _run(policy: Policy, micros: list[MicroBatch], loss_of: Callable[[MicroBatch
 
 
 @torch.no_grad()
-def forward_logprobs(policy: Policy, batches: Sequence[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
+def forward_logprobs(
+    policy: Policy, batches: Sequence[TrainBatch], temperature: float
+) -> list[dict[str, torch.Tensor]]:
     """Per micro-batch {"logprobs", "entropy", "greedy"}, each [T] float32 on the CPU, 0 where loss_mask is False.
 
     batches: this data-parallel rank's micro-batches. The distribution is softmax(logits / temperature).
@@ -114,7 +120,9 @@ def _add(found: Sequence[tuple[dict[str, torch.Tensor], dict[str, float]]]) -> d
     }
 
 
-def train_step(trainable: Trainable, batches: Sequence[TrainBatch], token_loss: TokenLoss, temperature: float) -> tuple[StepReport, list[torch.Tensor]]:
+def train_step(
+    trainable: Trainable, batches: Sequence[TrainBatch], token_loss: TokenLoss, temperature: float
+) -> tuple[StepReport, list[torch.Tensor]]:
     """One optimizer step over the global mini-batch; this rank holds `batches`, one per micro-batch.
 
     The loss is sum(loss_weights * token_loss) over all tokens of all ranks. The column loss_weights holds global
@@ -134,13 +142,18 @@ def train_step(trainable: Trainable, batches: Sequence[TrainBatch], token_loss: 
         # Kept on the device: reading a number here would stall the GPU once a micro-batch.
         sums = {"loss": loss, **{name: value.sum() for name, value in values.items()}}
         counts = {"loss": 1.0, **{name: float(value.numel()) for name, value in values.items()}}
-        return loss, torch.ones((), dtype=torch.int), ({n: v.detach().clone() for n, v in sums.items()}, counts, logprobs.detach())
+        return (
+            loss,
+            torch.ones((), dtype=torch.int),
+            ({n: v.detach().clone() for n, v in sums.items()}, counts, logprobs.detach()),
+        )
 
     found = _run(policy, pack_all(policy, batches), loss_of, forward_only=False)
     trainable.scheduler.step(increment=1)
     lr = trainable.optimizer.param_groups[0]["lr"]
-    updated, grad_norm, _ = trainable.optimizer.step()
+    outcome: Any = trainable.optimizer.step()
+    updated, grad_norm, _ = outcome
     assert updated, "the optimizer skipped a step: gradients are not finite"
-    total = reduce_metrics(_add([(sums, counts) for sums, counts, _ in found]), parallel_state.get_data_parallel_group(with_context_parallel=True))
+    total = reduce_metrics(_add([(sums, counts) for sums, counts, _ in found]), dp_cp_group())
     report = StepReport(loss=total.pop("loss").total, grad_norm=float(grad_norm), lr=lr, metrics=total)
     return report, [_scatter(batch, logprobs) for batch, (_, _, logprobs) in zip(batches, found, strict=True)]

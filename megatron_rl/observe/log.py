@@ -47,8 +47,7 @@ def set_step(step: int | None) -> None:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Looks sys.stderr up for each record, so that lines pass above a progress bar, which stands in for it.
-    """
+    """Looks sys.stderr up for each record, so that lines pass above a progress bar, which stands in for it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

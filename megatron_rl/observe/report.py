@@ -29,9 +29,7 @@ def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str | Non
     panels = [panel for panel in PANELS if _rows_with(rows, panel[0])]
     if not panels:
         names = ", ".join(name for name, _, _ in PANELS)
-        raise DataError(
-            f"{metrics_path}: none of {names} is in it -- nothing to draw -- run at least one step"
-        )
+        raise DataError(f"{metrics_path}: none of {names} is in it -- nothing to draw -- run at least one step")
     try:
         import matplotlib
     except ImportError as error:

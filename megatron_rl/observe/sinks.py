@@ -93,8 +93,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 class TensorBoardSink:
-    """Scalars in an event file of their own; TensorBoard hides what an earlier run wrote from first_step on.
-    """
+    """Scalars in an event file of their own; TensorBoard hides what an earlier run wrote from first_step on."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         _require("tensorboard", "pip install tensorboard")
@@ -110,9 +109,7 @@ class TensorBoardSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        )
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -192,7 +189,5 @@ def _lines_before(path: Path, first_step: int) -> tuple[list[str], int]:
     if not path.exists():
         return [], 0
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [
-        line for line in lines if line.endswith("\n") and (row := _row(line)) and row["step"] < first_step
-    ]
+    kept = [line for line in lines if line.endswith("\n") and (row := _row(line)) and row["step"] < first_step]
     return kept, len(lines) - len(kept)

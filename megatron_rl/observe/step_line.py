@@ -13,9 +13,7 @@ def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str
     """
     width = len(str(total)) if total else 1
     parts = [f"step {step:>{width}}" + (f"/{total}" if total else "")]
-    parts += [
-        text for text in (_reward(metrics), *_figures(metrics), _lengths(metrics), _speed(metrics)) if text
-    ]
+    parts += [text for text in (_reward(metrics), *_figures(metrics), _lengths(metrics), _speed(metrics)) if text]
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     line = "  ".join(parts)
     if not times:

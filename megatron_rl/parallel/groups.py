@@ -1,8 +1,11 @@
-"""Megatron's process groups from a Topology. The one place that starts torch.distributed and megatron's parallel_state."""
+"""Megatron's process groups from a Topology. The one place that starts torch.distributed and megatron's
+parallel_state.
+"""
 
 from __future__ import annotations
 
 import datetime
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -47,6 +50,17 @@ def init_model_parallel(topology: Topology) -> None:
             f"rank {rank}: megatron places it at (tp, cp, dp, pp) = {seen}, the topology at "
             f"{(at.tp, at.cp, at.dp, at.pp)}; a process cannot change its layout, start new ones"
         )
+
+
+def tp_group() -> torch.distributed.ProcessGroup:
+    """This rank's tensor-parallel group."""
+    return cast(torch.distributed.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def dp_cp_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold other tokens of the same batch: data and context parallel together."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return cast(torch.distributed.ProcessGroup, group)
 
 
 def destroy() -> None:

@@ -27,7 +27,8 @@ class WeightPublisher:
     """Hands the trainer's tensors to one engine.
 
     Colocated placement, whole tensors: each rank's engine takes every tensor, gathered one at a time, so the staging
-    memory is one parameter. Phases: the engine's weights wake, tensors stream in, the prefix cache is cleared, the version
+    memory is one parameter. Phases: the engine's weights wake, tensors stream in, the prefix cache is cleared, the
+    version
     is bumped, the KV cache wakes.
     """
 
@@ -41,7 +42,8 @@ class WeightPublisher:
         """Send everything; returns the bytes sent.
 
         expect_change: the trainer has made an update with a gradient since the last publish. Raises ReshardError where
-        the payload is bit for bit the last one then (contract W8), or where the engine does not hold `version` at the end.
+        the payload is bit for bit the last one then (contract W8), or where the engine does not hold `version` at
+        the end.
         """
         marks: list[torch.Tensor] = []
         num_bytes = 0
@@ -59,8 +61,8 @@ class WeightPublisher:
         unchanged = self._fingerprint is not None and torch.equal(fingerprint, self._fingerprint)
         if expect_change and unchanged:
             raise ReshardError(
-                f"weights of version {version} equal those published before, though the optimizer made an update with a "
-                "gradient; the learning rate is too small for the weights' precision, or the update did not reach them"
+                f"weights of version {version} equal those published before, though the optimizer made an update with "
+                "a gradient; the learning rate is too small for the weights' precision, or the update is lost"
             )
         self._fingerprint = fingerprint
         self._engine.wake()

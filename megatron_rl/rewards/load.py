@@ -47,20 +47,12 @@ def _find(spec: str) -> Any:
             f"-- use one of {', '.join(REWARDS)}, or package.module:function, or path/to/file.py:function"
         )
     if not source or not name:
-        raise RewardError(
-            f"reward.function: {spec!r} -- write package.module:function, or path/to/file.py:function"
-        )
-    module = (
-        _import_file(spec, source)
-        if source.endswith(".py") or "/" in source
-        else _import_module(spec, source)
-    )
+        raise RewardError(f"reward.function: {spec!r} -- write package.module:function, or path/to/file.py:function")
+    module = _import_file(spec, source) if source.endswith(".py") or "/" in source else _import_module(spec, source)
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         defined = f"; it defines {', '.join(known[:10])}" if known else "; it defines no function"
-        raise RewardError(
-            f"reward.function: {spec!r} -- {source} has no {name!r}{_did_you_mean(name, known)}{defined}"
-        )
+        raise RewardError(f"reward.function: {spec!r} -- {source} has no {name!r}{_did_you_mean(name, known)}{defined}")
     return getattr(module, name)
 
 
@@ -83,9 +75,7 @@ def _import_file(spec: str, source: str) -> ModuleType:
     name = f"megatron_rl_reward_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
-        raise RewardError(
-            f"reward.function: {spec!r} -- {path} is no Python file -- give a file that ends with .py"
-        )
+        raise RewardError(f"reward.function: {spec!r} -- {path} is no Python file -- give a file that ends with .py")
     module = importlib.util.module_from_spec(module_spec)
     # Dataclasses and pickling look a class's module up by name.
     sys.modules[name] = module
@@ -94,8 +84,7 @@ def _import_file(spec: str, source: str) -> ModuleType:
     except Exception as error:  # as above
         del sys.modules[name]
         raise RewardError(
-            f"reward.function: {spec!r} -- {path} does not import ({type(error).__name__}: {error}) "
-            "-- correct the file"
+            f"reward.function: {spec!r} -- {path} does not import ({type(error).__name__}: {error}) -- correct the file"
         ) from error
     return module
 
@@ -107,15 +96,11 @@ def _adapt(function: Any, spec: str, kwargs: dict[str, Any]) -> RewardFn:
     if isinstance(function, type):
         raise RewardError(f"{head} is a class -- name a function, or an instance that can be called; {FORMS}")
     if inspect.iscoroutinefunction(function):
-        raise RewardError(
-            f"{head} is a coroutine function -- write it without async: samples are scored in processes"
-        )
+        raise RewardError(f"{head} is a coroutine function -- write it without async: samples are scored in processes")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"{head} does not show its parameters ({error}) -- wrap it in a function; {FORMS}"
-        ) from error
+        raise RewardError(f"{head} does not show its parameters ({error}) -- wrap it in a function; {FORMS}") from error
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     by_name = [
         name
@@ -156,9 +141,7 @@ def _check_filled(parameters: Any, filled: set[str], head: str) -> None:
     missing = [
         name
         for name, parameter in parameters.items()
-        if name not in filled
-        and parameter.default is inspect.Parameter.empty
-        and parameter.kind not in variadic
+        if name not in filled and parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
     ]
     if missing:
         raise RewardError(f"{head} needs {', '.join(missing)}, which nothing gives -- {FORMS}")

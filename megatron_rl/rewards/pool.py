@@ -181,8 +181,7 @@ class RewardPool:
             if not worker.loaded:
                 waited = f"{self._start_timeout_s:g} s"
                 raise RewardError(
-                    f"reward.function: {self._setup.spec!r} was not loaded within {waited} "
-                    "-- make its import faster"
+                    f"reward.function: {self._setup.spec!r} was not loaded within {waited} -- make its import faster"
                 )
             reason = f"no result within {self._setup.timeout_s:g} s (reward.timeout_s); its process is killed"
             self._give_up(worker, reason, results, pending)
@@ -196,14 +195,10 @@ class RewardPool:
             status = worker.process.wait()
         how = f"signal {-status}, {signal.strsignal(-status)}" if status < 0 else f"exit status {status}"
         if not worker.loaded:
-            raise RewardError(
-                f"reward.function: {self._setup.spec!r} -- its process died while loading it ({how})"
-            )
+            raise RewardError(f"reward.function: {self._setup.spec!r} -- its process died while loading it ({how})")
         self._give_up(worker, f"its process died ({how})", results, pending)
 
-    def _give_up(
-        self, worker: _Worker, reason: str, results: list[RewardResult | None], pending: deque[int]
-    ) -> None:
+    def _give_up(self, worker: _Worker, reason: str, results: list[RewardResult | None], pending: deque[int]) -> None:
         """Fail the sample that the process is at, put the rest of its chunk back, and remove it."""
         if worker.assigned:
             results[worker.assigned.popleft()] = RewardResult(self._setup.failed_score, failed=reason)

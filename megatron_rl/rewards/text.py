@@ -8,9 +8,7 @@ from typing import Any
 
 # A minus sign counts where nothing that could be subtracted from stands before it. Commas group thousands
 # only.
-_NUMBER = re.compile(
-    r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|(?<![\w.])-?\.\d+"
-)
+_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|(?<![\w.])-?\.\d+")
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:

@@ -75,7 +75,8 @@ class EngineSettings:
 class RolloutEngine(Protocol):
     """An engine is built without weights; `update_weights` comes first, and again after each training step.
 
-    Memory: between `sleep` and `wake` the engine holds no KV cache, and its weights may be gone; `update_weights` may be
+    Memory: between `sleep` and `wake` the engine holds no KV cache, and its weights may be gone; `update_weights`
+    may be
     called asleep (the engine wakes what it needs) and `generate` only awake.
     """
 
@@ -110,8 +111,8 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, max_model_le
             raise RolloutError(f"request {i} has an empty prompt; a model needs at least one token to go on from")
         if len(request.token_ids) + sampling.max_tokens > max_model_len:
             raise RolloutError(
-                f"request {i}: prompt of {len(request.token_ids)} tokens + {sampling.max_tokens} new ones pass the engine's "
-                f"max_model_len {max_model_len}; raise rollout.max_model_len or lower data.max_response_length"
+                f"request {i}: prompt of {len(request.token_ids)} tokens + {sampling.max_tokens} new ones pass the "
+                f"engine's max_model_len {max_model_len}; raise rollout.max_model_len or lower data.max_response_length"
             )
 
 

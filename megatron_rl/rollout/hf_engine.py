@@ -69,9 +69,7 @@ class HfEngine:
         ]
 
     @staticmethod
-    def _pick(
-        logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator | None]
-    ) -> torch.Tensor:
+    def _pick(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
         """[b, v] logits -> [b, 1] sampled ids."""
         if sampling.temperature == 0:
             return logits.argmax(-1, keepdim=True)

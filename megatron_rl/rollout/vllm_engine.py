@@ -94,11 +94,11 @@ class VllmEngine:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * (1 << 30))
         if settings.max_num_batched_tokens is not None:
             arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
-        threads = torch.get_num_threads()
+        # vLLM lowers the number of threads and turns torch.set_num_threads into a no-op.
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         with _kept_rng():
             self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
-        if torch.get_num_threads() != threads and on_cpu:
-            torch._C._set_num_threads(threads)  # vLLM turns torch.set_num_threads into a no-op
+        set_num_threads(threads)
 
     @property
     def weight_version(self) -> int:

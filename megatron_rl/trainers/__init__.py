@@ -29,7 +29,9 @@ def run(cfg: RunConfig) -> None:
 
 
 def evaluate(cfg: RunConfig) -> dict[str, float]:
-    """`megatron-rl eval`: score the model in model.path on data.val_files, as training would. Prints and returns metrics."""
+    """`megatron-rl eval`: score the model in model.path on data.val_files, as training would. Prints and returns
+    metrics.
+    """
     preflight(cfg, needs_rollout=cfg.is_rl)
     progress = Progress()
     with progress.phase("load data, start workers"):

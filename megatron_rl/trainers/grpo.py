@@ -2,7 +2,8 @@
 
     prompts -> generate -> assemble -> (reward || old_logprobs || ref_logprobs) -> advantages -> update -> publish
 
-The flow is the program: `trainer.flow.describe()` prints it, `trainer.flow.replace("reward", fn)` changes it. What a node
+The flow is the program: `trainer.flow.describe()` prints it, `trainer.flow.replace("reward", fn)` changes it. What a
+node
 computes is in algos/ and data/; where it runs is in workers/.
 """
 
@@ -45,7 +46,9 @@ class GrpoTrainer:
         self.cfg = cfg
         self.renderer = Renderer.from_config(cfg.model, cfg.data)
         self.train_set = load_prompts(cfg.data, cfg.data.train_files, self.renderer)
-        self.val_set = load_prompts(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
+        self.val_set = (
+            load_prompts(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
+        )
         self.stream = Stream(
             num_items=len(self.train_set.prompts),
             batch_size=cfg.data.train_batch_size,
@@ -81,16 +84,20 @@ class GrpoTrainer:
         after_old = {"old_logprobs": Tensor} if self.needs_old_logprobs else {}
         after_ref = {"ref_logprobs": Tensor} if self.cfg.needs_reference else {}
         nodes = [
-            Node("generate", self.generate, {"prompts": list[Prompt], "step": int}, {"groups": list[RolloutGroup]}, "policy"),
-            Node("assemble", self.assemble, {"groups": list[RolloutGroup]}, {"batch": TrainBatch, "group_ids": Tensor, "plan": BatchPlan}),
+            Node("generate", self.generate, {"prompts": list[Prompt], "step": int}, {"groups": list[RolloutGroup]},
+            "policy"),
+            Node("assemble", self.assemble, {"groups": list[RolloutGroup]}, {"batch": TrainBatch, "group_ids":
+            Tensor, "plan": BatchPlan}),
             Node("reward", self.reward, {"groups": list[RolloutGroup]}, {"results": list[RewardResult]}, "reward"),
             Node(
                 "advantages",
                 self.advantages,
-                {"batch": TrainBatch, "group_ids": Tensor, "plan": BatchPlan, "results": list[RewardResult]} | after_old | after_ref,
+                {"batch": TrainBatch, "group_ids": Tensor, "plan": BatchPlan, "results": list[RewardResult]} |
+                after_old | after_ref,
                 {"train_batch": TrainBatch, "train_plan": BatchPlan, "kept": Tensor},
             ),
-            Node("update", self.update, {"train_batch": TrainBatch, "train_plan": BatchPlan}, {"updates": list[UpdateResult], "train_logprobs": Tensor}, "policy"),
+            Node("update", self.update, {"train_batch": TrainBatch, "train_plan": BatchPlan}, {"updates":
+            list[UpdateResult], "train_logprobs": Tensor}, "policy"),
             Node("publish", self.publish, {"updates": list[UpdateResult]}, {"sync_bytes": int}, "policy"),
         ]  # fmt: skip
         model_pass = {"batch": TrainBatch, "plan": BatchPlan}
@@ -136,8 +143,8 @@ class GrpoTrainer:
         failed = [result for result in results if result.failed is not None]
         if len(failed) > self.cfg.reward.max_failed_share * len(results):
             raise RewardError(
-                f"reward.function {self.cfg.reward.function!r} failed on {len(failed)} of {len(results)} samples, more than "
-                f"reward.max_failed_share {self.cfg.reward.max_failed_share}; the first: {failed[0].failed}"
+                f"reward.function {self.cfg.reward.function!r} failed on {len(failed)} of {len(results)} samples, "
+                f"more than reward.max_failed_share {self.cfg.reward.max_failed_share}; the first: {failed[0].failed}"
             )
         return results
 
@@ -182,7 +189,9 @@ class GrpoTrainer:
         weights = torch.zeros(batch.num_tokens)
         for mini in range(int(minis.max()) + 1):
             mask = batch.loss_mask & kept[segments] & (minis == mini)
-            weights += loss_weights(cfg.actor.loss_agg_mode, mask, segments, batch.num_sequences, cfg.data.max_response_length)
+            weights += loss_weights(
+                cfg.actor.loss_agg_mode, mask, segments, batch.num_sequences, cfg.data.max_response_length
+            )
         columns = {"advantages": advantages, "loss_weights": weights}
         if self.num_updates > 1:
             assert old_logprobs is not None
@@ -192,7 +201,9 @@ class GrpoTrainer:
         return {"train_batch": _bare(batch).with_(**columns), "train_plan": plan.keep(kept), "kept": kept}
 
     def update(self, train_batch: TrainBatch, train_plan: BatchPlan) -> dict[str, Any]:
-        """ppo_epochs passes over the mini-batches, an optimizer step each. A mini-batch without sequences is passed over."""
+        """ppo_epochs passes over the mini-batches, an optimizer step each. A mini-batch without sequences is passed
+        over.
+        """
         updates: list[UpdateResult] = []
         parts: list[list[Tensor]] = [[] for _ in range(self.cfg.dp_size)]
         for epoch in range(self.cfg.actor.ppo_epochs):

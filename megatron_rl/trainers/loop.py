@@ -73,7 +73,11 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
             progress.say(line)
         names = cfg.trainer.logger
         sinks = open_sinks(
-            names, folder, project=cfg.trainer.project_name, experiment=cfg.trainer.experiment_name, settings=to_dict(cfg)
+            names,
+            folder,
+            project=cfg.trainer.project_name,
+            experiment=cfg.trainer.experiment_name,
+            settings=to_dict(cfg),
         )
         _steps(cfg, trainer, sinks, progress, folder)
     finally:
@@ -87,7 +91,7 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
 def summary_lines(sets: Mapping[str, Counted]) -> list[str]:
     """Rows read, left out and cut, by set (contract R6)."""
     return [
-        f"{name}: {data.num_rows:,} rows, {data.num_filtered:,} left out and {data.num_truncated:,} cut for their length"
+        f"{name}: {data.num_rows:,} rows, {data.num_filtered:,} left out and {data.num_truncated:,} cut for length"
         for name, data in sets.items()
     ]
 

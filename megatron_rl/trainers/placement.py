@@ -34,5 +34,3 @@ def start_policy(cfg: RunConfig, total_optimizer_steps: int, with_engine: bool) 
         with_engine=with_engine,
     )
     return start_group(PolicyWorker, (cfg, plan), cfg.cluster, rank_grid(topology, cfg.rollout.tp), device)
-
-

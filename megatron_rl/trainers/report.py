@@ -27,7 +27,8 @@ def grpo_metrics(
 ) -> dict[str, float]:
     """All metrics of one GRPO step.
 
-    values: the flow's outputs. timings: node -> (start, end). busy_s: seconds of the slowest policy rank inside its methods.
+    values: the flow's outputs. timings: node -> (start, end). busy_s: seconds of the slowest policy rank inside its
+    methods.
     """
     groups: list[RolloutGroup] = values["groups"]
     batch, kept = values["batch"], values["kept"]
@@ -61,7 +62,9 @@ def _alone(timings: Mapping[str, tuple[float, float]], node: str, others: Sequen
 
 
 def reward_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Mean, spread and extremes of the scores; failures counted; extra fields averaged over the samples that have them."""
+    """Mean, spread and extremes of the scores; failures counted; extra fields averaged over the samples that have
+    them.
+    """
     scores = torch.tensor([result.value for result in results], dtype=torch.float64)
     metrics = {
         "reward/mean": float(scores.mean()),

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning, read top to bottom: batches of packed sequences, loss on response tokens, one update a step."""
+"""Supervised fine-tuning, read top to bottom: batches of packed sequences, loss on response tokens, one update a
+step.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class SftTrainer:
         self.cfg = cfg
         self.renderer = Renderer.from_config(cfg.model, cfg.data)
         self.train_set = load_sft(cfg.data, cfg.data.train_files, self.renderer)
-        self.val_set = load_sft(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
+        self.val_set = (
+            load_sft(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
+        )
         self.stream = Stream(
             num_items=len(self.train_set.samples),
             batch_size=cfg.data.train_batch_size,
@@ -48,15 +52,25 @@ class SftTrainer:
         batch = to_batch([self.train_set.samples[i] for i in self.stream.next()])
         segments = batch.segment_ids()
         weights = loss_weights(
-            self.cfg.actor.loss_agg_mode, batch.loss_mask, segments, batch.num_sequences, self.cfg.data.max_response_length
+            self.cfg.actor.loss_agg_mode,
+            batch.loss_mask,
+            segments,
+            batch.num_sequences,
+            self.cfg.data.max_response_length,
         )
         (mini,) = self._plan(batch).minis
-        results: list[UpdateResult] = self.policy.update_sft(select_micro_batches(batch.with_(loss_weights=weights), mini))
+        results: list[UpdateResult] = self.policy.update_sft(
+            select_micro_batches(batch.with_(loss_weights=weights), mini)
+        )
         metrics = report.update_metrics([results[0].report])
         loss = metrics.pop("policy/loss")
         self.loss_ema = loss if self.loss_ema is None else _EMA * self.loss_ema + (1 - _EMA) * loss
         seconds = time.perf_counter() - start
-        metrics |= {"sft/loss_ema": self.loss_ema, "time/step": seconds, "perf/tokens_per_s": batch.num_tokens / seconds}
+        metrics |= {
+            "sft/loss_ema": self.loss_ema,
+            "time/step": seconds,
+            "perf/tokens_per_s": batch.num_tokens / seconds,
+        }
         return metrics
 
     def finished(self) -> bool:
@@ -65,7 +79,9 @@ class SftTrainer:
         return target is not None and self.loss_ema is not None and self.loss_ema < target
 
     def validate(self, step: int) -> dict[str, float]:
-        """Each validation row once: mean token loss; share of tokens, and of whole responses, that greedy decoding would give."""
+        """Each validation row once: mean token loss; share of tokens, and of whole responses, that greedy decoding
+        would give.
+        """
         if self.val_set is None:
             return {}
         loss = hits = tokens = whole = 0.0

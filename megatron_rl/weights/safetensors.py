@@ -46,7 +46,7 @@ class SafetensorsSource:
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif single.exists():
             with self._opened(single) as handle:
-                self._file_of = {name: single.name for name in handle.keys()}  # noqa: SIM118 (not a dict)
+                self._file_of = dict.fromkeys(handle.keys(), single.name)
         else:
             raise CheckpointError(f"{self.path}: no model.safetensors and no {INDEX_NAME}; write the weights there")
         absent = sorted({file for file in self._file_of.values() if not (self.path / file).exists()})
@@ -175,7 +175,9 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max
     for i, final in enumerate(names):
         (folder / f"shard-{i:05d}").rename(folder / final)
     weight_map = {name: names[i] for name, i in shard_of.items()}
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    (folder / INDEX_NAME).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+    )
 
 
 def _copy_companions(folder: Path, model: Path, tokenizer: Path, dtype: torch.dtype | None) -> None:

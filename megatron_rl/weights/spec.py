@@ -3,7 +3,8 @@
 A local parameter (one rank's shard) is a stack of blocks along dim 0; a block is a rectangle of one HF tensor. Loading,
 exporting and resharding all read this one table.
 
-Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. Megatron's linear_qkv.weight on that rank is
+Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. Megatron's linear_qkv.weight on that
+rank is
     q_proj rows 16:32, k_proj rows 8:16, v_proj rows 8:16       (group 1 of 2: its 2 query heads, its key, its value)
 """
 
@@ -45,7 +46,9 @@ class LocalParam:
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a family's table: a Megatron parameter, how it is fused and split, and the HF tensors it is made of."""
+    """One line of a family's table: a Megatron parameter, how it is fused and split, and the HF tensors it is made
+    of.
+    """
 
     megatron: str
     kind: Kind
@@ -70,7 +73,7 @@ def padded_vocab(shape: ModelShape, tp: int) -> int:
 
 def hf_shapes(shape: ModelShape, family: Family) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor of the model, in export order. Tied models have no output tensor."""
-    shapes = {family.embedding.hf[0]: (shape.vocab_size, shape.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {family.embedding.hf[0]: (shape.vocab_size, shape.hidden_size)}
     for layer in range(shape.num_layers):
         for rule in family.layer:
             for hf_name, hf_shape in zip(rule.hf, _rule_shapes(rule, shape), strict=True):
@@ -93,7 +96,9 @@ def _rule_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
         inner = q_rows if "self_attention" in rule.megatron else shape.ffn_size
         return [(shape.hidden_size, inner)]
     assert rule.kind == "whole", rule
-    return [(shape.head_dim if "q_layernorm" in rule.megatron or "k_layernorm" in rule.megatron else shape.hidden_size,)]
+    return [
+        (shape.head_dim if "q_layernorm" in rule.megatron or "k_layernorm" in rule.megatron else shape.hidden_size,)
+    ]
 
 
 def _share(size: int, tp: int, rank: int) -> tuple[int, int]:

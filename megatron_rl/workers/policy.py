@@ -77,7 +77,9 @@ class PolicyWorker:
         self.topology = Topology(world, tp=actor.tp, pp=actor.pp, cp=actor.cp)
         groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s)
         groups.init_model_parallel(self.topology)
-        device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
+        device = (
+            torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
+        )
         policy = build.build_policy(plan.shape, actor, cfg.model.dtype, device)
         convert.load_hf(policy, self._source(cfg.model.path))
         self._reference = None

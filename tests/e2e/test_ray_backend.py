@@ -29,9 +29,7 @@ GRID = RankGrid.flat(2)
 
 
 def two_ranks(**changes) -> ClusterConfig:
-    return ClusterConfig(
-        device="cpu", n_gpus_per_node=2, num_cpus_per_rank=0.5, start_timeout_s=120.0, **changes
-    )
+    return ClusterConfig(device="cpu", n_gpus_per_node=2, num_cpus_per_rank=0.5, start_timeout_s=120.0, **changes)
 
 
 class Worker:
@@ -208,9 +206,7 @@ def test_a_late_rank_is_named_with_where_it_is_and_the_group_is_done():
         assert "Worker.nap: rank(s) [1] of 2 did not answer within 3 s" in text
         assert "(answered: [0]; last call that ended: who) -- raise cluster.step_timeout_s" in text
         assert "rank 1 was at:" in text and "time.sleep(seconds[self.rank])" in text
-        with pytest.raises(
-            ClusterError, match=r"Worker.who: .* Worker.nap left ranks \[1\] without an answer"
-        ):
+        with pytest.raises(ClusterError, match=r"Worker.who: .* Worker.nap left ranks \[1\] without an answer"):
             group.who()
         pids = pids_of(group)
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -223,9 +219,7 @@ def test_a_dead_actor_is_named_by_rank():
         with pytest.raises(ClusterError, match=r"Worker\.die: rank 1 died: ") as caught:
             group.die(1)
         assert time.monotonic() - start < 20
-        assert "rank 0" not in str(caught.value) and "its last lines are in the log above" in str(
-            caught.value
-        )
+        assert "rank 0" not in str(caught.value) and "its last lines are in the log above" in str(caught.value)
 
 
 def test_an_error_ends_the_wait_for_ranks_that_never_answer():
@@ -242,11 +236,7 @@ def test_an_error_in_a_constructor_is_itself_and_nothing_stays(group):
     with pytest.raises(DataError, match="no such word") as caught:
         start_group(Worker, ("fail on 1",), two_ranks(), GRID, "cpu")
     assert "on rank 1 in Worker.__init__" in caught.value.__notes__
-    left = {
-        child.pid: child.name()
-        for child in psutil.Process().children(recursive=True)
-        if child.pid not in before
-    }
+    left = {child.pid: child.name() for child in psutil.Process().children(recursive=True) if child.pid not in before}
     assert not [name for name in left.values() if "RankHost" in name]
 
 
@@ -266,9 +256,7 @@ def test_cpus_that_others_hold_are_waited_for_no_longer_than_the_start_may_take(
 
 def test_the_port_is_honoured_and_one_in_use_is_refused_before_the_start(ray_port):
     assert ray.get_runtime_context().gcs_address.endswith(f":{ray_port}")
-    with pytest.raises(
-        ClusterError, match=rf"cluster\.ray_port: {ray_port} -- .* leave cluster\.ray_port out"
-    ):
+    with pytest.raises(ClusterError, match=rf"cluster\.ray_port: {ray_port} -- .* leave cluster\.ray_port out"):
         ray_runtime.require_free_port(ray_port)
 
 

@@ -71,7 +71,8 @@ def test_n2_sft_on_two_ray_workers_equals_one_rank(data: Path, one_rank: list[fl
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_grpo_runs_on_two_ray_workers(data: Path, one_rank: list[float], layout: str) -> None:
     """GRPO with vLLM on DP 2 and TP 2, with every optional node of the flow: mini-batches, KL in loss and in reward."""
-    # The 20-step model answers nothing right; this reward differs between its samples, so that there is something to learn.
+    # The 20-step model answers nothing right; this reward differs between its samples, so that there is something to
+    # learn.
     reward = data.parent / "reward.py"
     reward.write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -139,7 +140,9 @@ def test_export_writes_the_same_weights(data: Path, one_rank: list[float]) -> No
     from megatron_rl.errors import CheckpointError
 
     final = data.parent / "sft-one" / "final"
-    cfg = load_config([SFT], [f"model.path={final}", "model.init=pretrained", f"data.train_files={data / 'sft_train.parquet'}", f"data.val_files={data / 'sft_val.parquet'}"])  # fmt: skip
+    own = [f"model.path={final}", "model.init=pretrained"]
+    files = [f"data.train_files={data / 'sft_train.parquet'}", f"data.val_files={data / 'sft_val.parquet'}"]
+    cfg = load_config([SFT], [*own, *files])
     out = data.parent / "exported"
     trainers.export(cfg, str(out))
     one, two = (load_file(str(folder / "model.safetensors")) for folder in (final, out))

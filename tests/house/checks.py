@@ -78,9 +78,11 @@ def machine_paths(name: str, text: str) -> Iterator[str]:
 
 
 def broad_excepts(name: str, text: str) -> Iterator[str]:
-    """Handlers of everything that go on, and suppress(Exception). One that ends in `raise` may clean up."""
+    """Handlers of everything that drop the error and go on, and suppress(Exception). One that ends in `raise` may
+    clean up;
+    one that returns what it caught hands it on."""
     for node in ast.walk(ast.parse(text, name)):
-        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _always_raises(node):
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _passes_on(node):
             yield f"{name}:{node.lineno}: catches every exception and goes on"
         elif isinstance(node, ast.Call) and _last_name(node.func) == "suppress" and _is_broad_any(node.args):
             yield f"{name}:{node.lineno}: suppresses every exception"
@@ -100,6 +102,16 @@ def _last_name(node: ast.expr) -> str | None:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else None
+
+
+def _passes_on(handler: ast.ExceptHandler) -> bool:
+    """The error is raised again, or is made the function's result: code of a user's that fails is a value to its
+    caller.
+    """
+    last = handler.body[-1]
+    names = {node.id for node in _own_nodes(handler) if isinstance(node, ast.Name)}
+    as_result = isinstance(last, ast.Return) and last.value is not None and handler.name in names
+    return _always_raises(handler) or as_result
 
 
 def _always_raises(handler: ast.ExceptHandler) -> bool:

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
 
-# Answers install.sh's questions as Python 3.11 would, writes each pip call to calls.txt, and fails those that match
-# the pattern in fail.txt.
+# Answers install.sh's questions as Python 3.11 would, writes each pip call to calls.txt, and fails those that
+# match the pattern in fail.txt.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here=$(cd "$(dirname "$0")/../.." && pwd)
 case "$*" in
@@ -86,11 +86,8 @@ def test_the_cpu_index_is_named_only_where_pip_finds_no_cpu_torch(checkout: Path
     (checkout / "setup.py").write_text("changed", encoding="utf-8")
     (checkout / "fail.txt").write_text("--dry-run", encoding="utf-8")
     assert bash(checkout / "launch/install.sh").returncode == 0
-    named = [
-        call
-        for call in pip_calls(checkout)
-        if "--extra-index-url https://download.pytorch.org/whl/cpu" in call
-    ]
+    option = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    named = [call for call in pip_calls(checkout) if option in call]
     assert len(named) == 1
     assert "torch==2.13.0+cpu" in named[0]
 
@@ -124,9 +121,7 @@ def test_the_environment_keeps_what_is_set():
     assert done.stdout.split() == ["3", "1", "0"], done.stderr
 
 
-@pytest.mark.parametrize(
-    "argument", ["trainer.experiment_name=mine", "trainer.default_local_dir=x", "--frsh"]
-)
+@pytest.mark.parametrize("argument", ["trainer.experiment_name=mine", "trainer.default_local_dir=x", "--frsh"])
 def test_the_quick_start_refuses_what_it_cannot_honour_before_any_work(argument: str):
     done = bash(ROOT / "launch/quickstart.sh", argument)
     assert done.returncode == 2

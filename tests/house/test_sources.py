@@ -36,6 +36,12 @@ def test_the_listing_sees_the_package_and_not_what_git_ignores():
     assert not [name for name in names if name.startswith((".venv/", "runs/")) or "__pycache__" in name]
 
 
+def test_every_folder_of_the_package_is_a_package():
+    # setup.py installs the folders that have one; without it, an installed copy lacks the module.
+    folders = {path.parent for path in (ROOT / "megatron_rl").rglob("*.py")}
+    assert not [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()]
+
+
 def test_no_file_is_long():
     found = complaints(checks.long_file, checks.is_code)
     assert not found, report(found)

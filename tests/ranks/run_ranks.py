@@ -129,9 +129,7 @@ def _portable(error: BaseException) -> BaseException | None:
         return None
 
 
-def _collect(
-    connections: dict[Connection, int], processes: list[Any], folder: Path, timeout: float
-) -> list[Any]:
+def _collect(connections: dict[Connection, int], processes: list[Any], folder: Path, timeout: float) -> list[Any]:
     world = len(processes)
     results: dict[int, Any] = {}
     failures: dict[int, tuple[BaseException, str]] = {}
@@ -172,7 +170,5 @@ def _describe_hang(ranks: list[int], processes: list[Any], folder: Path, timeout
     time.sleep(0.3)
     for rank in ranks:
         stack = folder / f"stack{rank}"
-        lines.append(
-            f"--- rank {rank} stood at ---\n{stack.read_text() if stack.exists() else '(not started)'}"
-        )
+        lines.append(f"--- rank {rank} stood at ---\n{stack.read_text() if stack.exists() else '(not started)'}")
     return "\n".join(lines)

@@ -11,7 +11,9 @@ from megatron_rl.types import TrainBatch
 
 
 def save_tiny(folder: Path, family: str = "qwen2", *, tied: bool = True, vocab: int = 128, positions: int = 512) -> str:
-    """Write a 3-layer model of the family with clearly non-trivial weights (biases and norms too); returns its folder."""
+    """Write a 3-layer model of the family with clearly non-trivial weights (biases and norms too); returns its
+    folder.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     config_of, model_of = {
@@ -51,7 +53,9 @@ def load_hf_model(folder: str) -> Any:
 
 
 def random_batch(seed: int, lengths: tuple[int, ...], vocab: int, prompt: int = 3) -> TrainBatch:
-    """Sequences of the given lengths; the first `prompt` tokens of each are not trained on. loss_weights: token mean."""
+    """Sequences of the given lengths; the first `prompt` tokens of each are not trained on. loss_weights: token
+    mean.
+    """
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     mask = torch.ones(total, dtype=torch.bool)

@@ -37,13 +37,9 @@ def model_folder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def chat_folder(
-    folder: Path, *, merges: tuple[str, ...] = (), template: str = CHATML, **settings: Any
-) -> Path:
+def chat_folder(folder: Path, *, merges: tuple[str, ...] = (), template: str = CHATML, **settings: Any) -> Path:
     """A model folder whose tokenizer writes ChatML, with the given pairs of tokens merged."""
-    model_folder(
-        folder, chat_template=template, eos_token="<|im_end|>", pad_token="<|endoftext|>", **settings
-    )
+    model_folder(folder, chat_template=template, eos_token="<|im_end|>", pad_token="<|endoftext|>", **settings)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     rename = {"<|reserved_0|>": "<|im_start|>", "<|reserved_1|>": "<|im_end|>"}

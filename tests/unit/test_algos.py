@@ -34,7 +34,9 @@ def _inputs(scores: list[float], groups: list[int], lengths: list[int], norm: bo
 
 
 SAMPLES = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0]), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=24
+    st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0]), st.integers(0, 3), st.integers(1, 4)),
+    min_size=1,
+    max_size=24,
 )
 
 
@@ -43,7 +45,11 @@ SAMPLES = st.lists(
 def test_n5_grpo_equals_a_float64_reference(samples: list[tuple[float, int, int]], norm: bool) -> None:
     """N5: one group at a time in Python floats; flat groups are exactly 0, never NaN."""
     ids = sorted({group for _, group, _ in samples})
-    scores, groups, lengths = [s for s, _, _ in samples], [ids.index(g) for _, g, _ in samples], [n for _, _, n in samples]
+    scores, groups, lengths = (
+        [s for s, _, _ in samples],
+        [ids.index(g) for _, g, _ in samples],
+        [n for _, _, n in samples],
+    )
     found = ADVANTAGES["grpo"](_inputs(scores, groups, lengths, norm))
     start = 0
     for score, group, length in zip(scores, groups, lengths, strict=True):

@@ -57,7 +57,9 @@ def test_karmarkar_karp_balances_eight_ranks() -> None:
 
 def _batch(lens: tuple[int, ...]) -> TrainBatch:
     total = sum(lens)
-    return TrainBatch(torch.arange(total), lens, torch.ones(total, dtype=torch.bool), {"x": torch.arange(total).float()})
+    return TrainBatch(
+        torch.arange(total), lens, torch.ones(total, dtype=torch.bool), {"x": torch.arange(total).float()}
+    )
 
 
 def test_collect_column_inverts_select() -> None:
@@ -74,7 +76,9 @@ def test_keep_thins_micro_batches_and_keeps_their_number() -> None:
     kept = torch.tensor([True, False, False, True])
     thin = plan.keep(kept)
     assert sorted(s for mini in thin.minis for rank in mini for micro in rank for s in micro) == [0, 3]
-    assert [[len(rank) for rank in mini] for mini in thin.minis] == [[len(rank) for rank in mini] for mini in plan.minis]
+    assert [[len(rank) for rank in mini] for mini in thin.minis] == [
+        [len(rank) for rank in mini] for mini in plan.minis
+    ]
 
 
 def test_n6_rollouts_keep_every_sampled_id_and_mask_only_prompts() -> None:

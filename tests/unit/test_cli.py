@@ -40,9 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def test_check_prints_run_batch_arithmetic_and_layout(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_prints_run_batch_arithmetic_and_layout(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "check", config, "actor.optim.lr=5e-4")
     assert (code, err) == (0, "")
     for text in (
@@ -131,9 +129,7 @@ def test_train_eval_and_export_hand_the_config_to_trainers(
 ) -> None:
     calls: list[tuple[str, Any]] = []
     monkeypatch.setattr(trainers, "run", lambda cfg: calls.append(("run", cfg.rollout.n)), raising=False)
-    monkeypatch.setattr(
-        trainers, "evaluate", lambda cfg: calls.append(("evaluate", cfg.rollout.n)), raising=False
-    )
+    monkeypatch.setattr(trainers, "evaluate", lambda cfg: calls.append(("evaluate", cfg.rollout.n)), raising=False)
     monkeypatch.setattr(trainers, "export", lambda cfg, out: calls.append(("export", out)), raising=False)
     assert run(capsys, "train", config, "rollout.n=3")[0] == 0
     code, _, err = run(capsys, "eval", config)

@@ -22,9 +22,7 @@ DP2_TP2 = RankGrid(4, (0, 0, 1, 1), (True, False, True, False), (0, 1, 2, 3), (T
 # pp=2, dp=2 (pp outermost): the last stage's ranks head their data-parallel rank; one engine of all four.
 PP2_DP2 = RankGrid(4, (0, 1, 0, 1), (False, False, True, True), (0, 0, 0, 0), (True, False, False, False))
 # Three engines of two ranks whose numbers do not follow the ranks'.
-ENGINES = RankGrid(
-    6, (0,) * 6, (True, *(False,) * 5), (2, 2, 0, 0, 1, 1), (True, False, False, True, True, False)
-)
+ENGINES = RankGrid(6, (0,) * 6, (True, *(False,) * 5), (2, 2, 0, 0, 1, 1), (True, False, False, True, True, False))
 
 
 class Worker:

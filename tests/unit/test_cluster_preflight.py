@@ -34,9 +34,7 @@ LLAMA = {
 }
 
 
-def config(
-    tmp_path: Path, *, cluster: ClusterConfig | None = None, trainer: TrainerConfig | None = None
-) -> RunConfig:
+def config(tmp_path: Path, *, cluster: ClusterConfig | None = None, trainer: TrainerConfig | None = None) -> RunConfig:
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(LLAMA))
@@ -86,9 +84,7 @@ def test_all_faults_of_the_machine_come_at_once(tmp_path, monkeypatch):
         port = server.getsockname()[1]
         cluster = ClusterConfig(device="cpu", n_gpus_per_node=1000, num_cpus_per_rank=4.0, ray_port=port)
         cpus, folder, taken = faults_of(config(tmp_path, cluster=cluster))
-    assert cpus.startswith(
-        "cluster.num_cpus_per_rank: 4.0 -- 1000 ranks ask for 4000 CPUs, but this node has "
-    )
+    assert cpus.startswith("cluster.num_cpus_per_rank: 4.0 -- 1000 ranks ask for 4000 CPUs, but this node has ")
     assert "runs is a file -- name a folder" in folder
     assert taken.startswith(f"cluster.ray_port: {port} -- something on this machine already listens there")
 
@@ -98,9 +94,7 @@ def test_gpus_that_are_not_there(tmp_path, monkeypatch):
 
     cluster = ClusterConfig(device="cuda", n_gpus_per_node=2, num_cpus_per_rank=0.1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert faults_of(config(tmp_path, cluster=cluster))[0].startswith(
-        "cluster.device: 'cuda' -- torch sees no GPU"
-    )
+    assert faults_of(config(tmp_path, cluster=cluster))[0].startswith("cluster.device: 'cuda' -- torch sees no GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert faults_of(config(tmp_path, cluster=cluster)) == [

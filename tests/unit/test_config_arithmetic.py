@@ -70,9 +70,7 @@ def test_an_sft_step_has_rows_and_no_samples(tmp_path: Path) -> None:
 def test_layout_of_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     cfg = load(tmp_path, "cluster.n_gpus_per_node=4", "actor.tp=2", "actor.use_kl_loss=true")
     table = shown(layout_table(cfg, read_model_shape(cfg.model.path)))
-    assert (
-        table["ranks"] == "4" and table["tensor parallel (tp)"] == "2" and table["data parallel (dp)"] == "2"
-    )
+    assert table["ranks"] == "4" and table["tensor parallel (tp)"] == "2" and table["data parallel (dp)"] == "2"
     assert table["engines"] == "4" and table["reference model"] == "1"
     assert table["parameters"] == "534,144" and table["KV heads of a rank"] == "1"
 
@@ -82,9 +80,7 @@ def test_a_table_is_aligned_text() -> None:
     assert text == "  a                1  first\n  long name  3 to 12  second"
 
 
-@given(
-    lengths=st.lists(st.integers(SHORTEST_SEQUENCE, 24), min_size=1, max_size=60), budget=st.integers(24, 200)
-)
+@given(lengths=st.lists(st.integers(SHORTEST_SEQUENCE, 24), min_size=1, max_size=60), budget=st.integers(24, 200))
 def test_bounds_hold_for_first_fit_packing(lengths: list[int], budget: int) -> None:
     """The printed bounds enclose what a packer makes of any lengths within the limits."""
     data = DataConfig(train_files=[], max_prompt_length=16, max_response_length=8)

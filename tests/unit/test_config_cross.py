@@ -40,10 +40,7 @@ def test_axes_that_come_later_are_refused(tmp_path: Path, axis: str) -> None:
 def test_engine_over_several_ranks_is_refused(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=2")
     assert fault.key == "rollout.tp" and "engines over several ranks are not supported yet" in fault.reason
-    assert (
-        "does not divide the 3 ranks"
-        in only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=3").reason
-    )
+    assert "does not divide the 3 ranks" in only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=3").reason
 
 
 def test_critic_is_refused(tmp_path: Path) -> None:
@@ -53,10 +50,7 @@ def test_critic_is_refused(tmp_path: Path) -> None:
 
 def test_mini_batch_that_does_not_divide_the_batch(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "data.train_batch_size=64", "actor.ppo_mini_batch_size=24")
-    assert (
-        fault.key == "actor.ppo_mini_batch_size"
-        and "does not divide data.train_batch_size 64" in fault.reason
-    )
+    assert fault.key == "actor.ppo_mini_batch_size" and "does not divide data.train_batch_size 64" in fault.reason
     assert "8 or 16" in fault.cure
 
 
@@ -68,9 +62,7 @@ def test_mini_batch_larger_than_the_batch(tmp_path: Path) -> None:
 def test_ranks_without_a_sequence_are_refused(tmp_path: Path) -> None:
     many = "cluster.n_gpus_per_node=32"
     fault = only_fault(tmp_path, many, "actor.ppo_mini_batch_size=2", "data.train_batch_size=8")
-    assert (
-        fault.key == "actor.ppo_mini_batch_size" and "16 sequences for 32 data-parallel ranks" in fault.reason
-    )
+    assert fault.key == "actor.ppo_mini_batch_size" and "16 sequences for 32 data-parallel ranks" in fault.reason
     assert "at least 4" in fault.cure
     assert only_fault(tmp_path, many, "data.train_batch_size=2").key == "data.train_batch_size"
 
@@ -103,9 +95,7 @@ def test_truncated_sampling_is_refused_for_training_and_free_for_validation(tmp_
 
 
 def test_sft_ignores_the_settings_of_generation(tmp_path: Path) -> None:
-    load(
-        tmp_path, "algorithm.name=sft", "rollout.top_p=0.9", "rollout.max_model_len=1", "reward.function=none"
-    )
+    load(tmp_path, "algorithm.name=sft", "rollout.top_p=0.9", "rollout.max_model_len=1", "reward.function=none")
 
 
 def test_sequence_parallel_needs_tensor_parallel_ranks(tmp_path: Path) -> None:
@@ -163,9 +153,7 @@ def test_learning_rate_schedules_that_contradict_themselves(tmp_path: Path) -> N
 
 def test_missing_and_empty_data_files_are_named_with_their_place_in_the_list(tmp_path: Path) -> None:
     good = tmp_path / "train.jsonl"
-    found = faults(
-        tmp_path, f"data.train_files=[{good},absent.parquet,{tmp_path}]", "data.val_files=absent.jsonl"
-    )
+    found = faults(tmp_path, f"data.train_files=[{good},absent.parquet,{tmp_path}]", "data.val_files=absent.jsonl")
     assert [(fault.key, fault.value, fault.reason.partition(" [")[0]) for fault in found] == [
         ("data.train_files[1]", "absent.parquet", "there is no such file"),
         ("data.train_files[2]", str(tmp_path), "is a folder, not a file"),
@@ -176,9 +164,7 @@ def test_missing_and_empty_data_files_are_named_with_their_place_in_the_list(tmp
 
 def test_an_unknown_reward_lists_names_and_forms(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "reward.function=exactmatch")
-    assert fault.cure.startswith(
-        "did you mean exact_match? known: exact_match, math, numeric; or package.module:"
-    )
+    assert fault.cure.startswith("did you mean exact_match? known: exact_match, math, numeric; or package.module:")
     assert only_fault(tmp_path, "reward.function=:f").reason.startswith("does not name a place")
 
 
@@ -188,10 +174,7 @@ def test_a_reward_file_must_exist_parse_and_define_the_function(tmp_path: Path) 
     assert "there is no file" in only_fault(tmp_path, setting).reason
     file.write_text("def compute_scores(solution_str):\n    return 1.0\n")
     fault = only_fault(tmp_path, setting)
-    assert (
-        "does not define compute_score" in fault.reason
-        and f"did you mean {file}:compute_scores" in fault.cure
-    )
+    assert "does not define compute_score" in fault.reason and f"did you mean {file}:compute_scores" in fault.cure
     file.write_text("def compute_score(:\n")
     assert "not valid Python" in only_fault(tmp_path, setting).reason
     for text in (

@@ -33,9 +33,7 @@ def test_lists_replace_and_mappings_merge(tmp_path: Path) -> None:
     [("1e-6", 1e-6), ("1E-6", 1e-6), ("+1e-6", 1e-6), (".5e-3", 5e-4), ("3", 3.0), ("1.e-3", 1e-3)],
 )
 def test_numbers_with_exponents_are_numbers(tmp_path: Path, text: str, value: float) -> None:
-    path = write(
-        tmp_path / "a.yaml", f"actor: {{optim: {{lr: {text}}}}}\nreward: {{kwargs: {{x: {text}}}}}\n"
-    )
+    path = write(tmp_path / "a.yaml", f"actor: {{optim: {{lr: {text}}}}}\nreward: {{kwargs: {{x: {text}}}}}\n")
     cfg = load(tmp_path, f"algorithm.kl_coef={text}", paths=(path,))
     assert cfg.actor.optim.lr == cfg.algorithm.kl_coef == value
     # Where the schema does not say "number", the reader alone decides.
@@ -53,9 +51,7 @@ def test_true_and_false_are_read_in_their_usual_spellings(tmp_path: Path) -> Non
 
 
 def test_an_override_may_hold_a_mapping_a_list_or_nothing(tmp_path: Path) -> None:
-    cfg = load(
-        tmp_path, "actor.optim={lr: 3e-4, grad_clip: 2}", "rollout.stop=['a=b', c]", "rollout.max_model_len="
-    )
+    cfg = load(tmp_path, "actor.optim={lr: 3e-4, grad_clip: 2}", "rollout.stop=['a=b', c]", "rollout.max_model_len=")
     assert (cfg.actor.optim.lr, cfg.actor.optim.grad_clip) == (3e-4, 2.0)
     assert cfg.rollout.stop == ["a=b", "c"] and cfg.rollout.max_model_len is None
 
@@ -75,14 +71,10 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.
     base_settings(tmp_path)
     short = ["data.max_prompt_length=16", "data.max_response_length=8"]
     cfg = load_config([], ["model.path=~/model", "data.train_files=~/train.jsonl", *short])
-    assert cfg.model.path == str(tmp_path / "model") and cfg.data.train_files == [
-        str(tmp_path / "train.jsonl")
-    ]
+    assert cfg.model.path == str(tmp_path / "model") and cfg.data.train_files == [str(tmp_path / "train.jsonl")]
 
 
-def test_relative_paths_start_at_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_start_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base_settings(tmp_path)
     (tmp_path / "configs").mkdir()
     path = write(tmp_path / "configs" / "a.yaml", "model: {path: model}\ndata: {train_files: train.jsonl}\n")
@@ -196,9 +188,7 @@ def test_a_check_whose_key_is_wrong_itself_says_nothing_more(tmp_path: Path) -> 
         ("rollout.name=???", "must be given", "rollout.name=vllm"),
     ],
 )
-def test_wrong_type_names_the_value_and_what_to_write(
-    tmp_path: Path, override: str, reason: str, cure: str
-) -> None:
+def test_wrong_type_names_the_value_and_what_to_write(tmp_path: Path, override: str, reason: str, cure: str) -> None:
     fault = only_fault(tmp_path, override)
     assert fault.key == override.partition("=")[0]
     assert reason in fault.reason and "set on the command line" in fault.reason

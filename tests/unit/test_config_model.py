@@ -106,9 +106,7 @@ def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
         {**LLAMA, "mlp_bias": True},
     ],
 )
-def test_features_that_are_not_computed_are_refused_not_ignored(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_features_that_are_not_computed_are_refused_not_ignored(tmp_path: Path, changes: dict[str, Any]) -> None:
     field = next(name for name in reversed(changes))
     fault = refused(tmp_path, **changes)
     assert fault.key.endswith(f"config.json: {field}") and fault.value == changes[field]
@@ -153,10 +151,7 @@ def test_several_faults_of_a_config_json_come_together(tmp_path: Path) -> None:
 def test_missing_model_folder_and_names_of_a_hub(tmp_path: Path) -> None:
     found = {fault.key: fault for fault in faults(tmp_path, "model.path=Qwen/Qwen2-7B-Instruct")}
     assert set(found) == {"model.path"}
-    assert (
-        "download it first" in found["model.path"].cure
-        and "models/Qwen2-7B-Instruct" in found["model.path"].cure
-    )
+    assert "download it first" in found["model.path"].cure and "models/Qwen2-7B-Instruct" in found["model.path"].cure
 
 
 def test_model_folder_without_config_json(tmp_path: Path) -> None:
@@ -198,11 +193,7 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
     folder = Path(make_model(tmp_path / "mute"))
     (folder / "tokenizer.json").unlink()
     fault = only_fault(tmp_path, f"model.path={folder}")
-    assert (
-        fault.key == "model.path"
-        and "no tokenizer.json" in fault.reason
-        and "model.tokenizer_path" in fault.cure
-    )
+    assert fault.key == "model.path" and "no tokenizer.json" in fault.reason and "model.tokenizer_path" in fault.cure
     load(tmp_path, f"model.path={folder}", f"model.tokenizer_path={tmp_path / 'model'}")
     assert only_fault(tmp_path, "model.tokenizer_path=absent").reason.startswith("there is no such folder")
     (folder / "tokenizer.model").write_bytes(b"")
@@ -243,10 +234,7 @@ def test_a_reference_must_be_the_same_model(tmp_path: Path) -> None:
     assert fault.key == "ref.path"
     assert "num_layers 2 (actor: 3), rope_theta 5.0 (actor: 10000.0)" in fault.reason
     empty = make_model(tmp_path / "weightless", weights=False)
-    assert (
-        "neither model.safetensors"
-        in only_fault(tmp_path, f"ref.path={empty}", "actor.use_kl_loss=true").reason
-    )
+    assert "neither model.safetensors" in only_fault(tmp_path, f"ref.path={empty}", "actor.use_kl_loss=true").reason
     assert only_fault(tmp_path, "ref.path=absent", "actor.use_kl_loss=true").key == "ref.path"
 
 

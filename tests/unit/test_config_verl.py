@@ -133,9 +133,7 @@ def refused(folder: Path, *overrides: str) -> Fault:
 def check_tutorial(resolved: Resolved, folder: Path) -> None:
     cfg = resolved.config
     assert cfg.model.path == f"{folder}/model"
-    assert cfg.data.train_files == [f"{folder}/train.parquet"] and cfg.data.val_files == [
-        f"{folder}/test.parquet"
-    ]
+    assert cfg.data.train_files == [f"{folder}/train.parquet"] and cfg.data.val_files == [f"{folder}/test.parquet"]
     assert (cfg.data.train_batch_size, cfg.data.max_prompt_length, cfg.data.max_response_length) == (
         1024,
         96,
@@ -154,9 +152,9 @@ def check_tutorial(resolved: Resolved, folder: Path) -> None:
     assert (cfg.world_size, cfg.dp_size) == (8, 4)
     assert {one.verl_key for one in resolved.accepted} == ACCEPTED
     every = leaves(yaml.safe_load(GSM8K))
-    assert {
-        one.verl_key for one in (*resolved.mapped, *resolved.accepted) if not getattr(one, "note", "")
-    } == set(every)
+    assert {one.verl_key for one in (*resolved.mapped, *resolved.accepted) if not getattr(one, "note", "")} == set(
+        every
+    )
 
 
 def test_the_gsm8k_tutorial_maps_fully_from_yaml(tmp_path: Path) -> None:
@@ -224,9 +222,7 @@ def test_verls_defaults_hold_where_it_is_silent_and_are_shown(tmp_path: Path) ->
 
 
 def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_and_refused(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "ppo.yaml", Path(tutorial(tmp_path)).read_text().replace("  adv_estimator: grpo\n", "")
-    )
+    path = write(tmp_path / "ppo.yaml", Path(tutorial(tmp_path)).read_text().replace("  adv_estimator: grpo\n", ""))
     with pytest.raises(ConfigError) as caught:
         resolve([path])
     [fault] = caught.value.faults
@@ -290,14 +286,10 @@ def test_truncation_that_is_done_otherwise_here_is_refused(tmp_path: Path) -> No
 
 
 def test_a_reward_file_and_its_function(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "reward.py", "def compute_score(solution_str): ...\ndef other(solution_str): ...\n"
-    )
+    file = write(tmp_path / "reward.py", "def compute_score(solution_str): ...\ndef other(solution_str): ...\n")
     given = f"custom_reward_function.path={file}"
     assert read(tmp_path, given).config.reward.function == f"{file}:compute_score"
-    assert (
-        read(tmp_path, given, "custom_reward_function.name=other").config.reward.function == f"{file}:other"
-    )
+    assert read(tmp_path, given, "custom_reward_function.name=other").config.reward.function == f"{file}:other"
     newer = (f"reward.custom_reward_function.path={file}", "reward.custom_reward_function.name=other")
     assert read(tmp_path, *newer).config.reward.function == f"{file}:other"
     assert read(tmp_path, "reward.function=numeric").config.reward.function == "numeric"
@@ -418,9 +410,7 @@ def test_a_config_of_ours_is_not_taken_for_verls(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     data = write(tmp_path / "train.jsonl", "")
     short = ["data.max_prompt_length=16", "data.max_response_length=8"]
-    resolved = resolve(
-        [], [f"model.path={model}", f"data.train_files={data}", "trainer.save_freq=-1", *short]
-    )
+    resolved = resolve([], [f"model.path={model}", f"data.train_files={data}", "trainer.save_freq=-1", *short])
     assert resolved.mapped == resolved.accepted == ()
     assert resolved.config.trainer.save_freq == -1 and resolved.config.data.train_batch_size == 64
 

@@ -65,9 +65,7 @@ def test_jsonl_keeps_line_separators_inside_strings_and_skips_a_byte_order_mark(
         ("a.jsonl", b"\xff\xfe\x00", "not UTF-8"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_an_error_with_its_name(
-    tmp_path: Path, name: str, content: bytes, reason: str
-):
+def test_a_file_that_cannot_be_used_is_an_error_with_its_name(tmp_path: Path, name: str, content: bytes, reason: str):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as error:
@@ -110,9 +108,7 @@ def test_ten_bad_rows_are_shown_and_the_rest_counted():
     with pytest.raises(DataError) as error:
         refuse_bad_rows(bad, 100, WHAT)
     text = str(error.value)
-    assert (
-        "23 of 100" in text and "row 10: no prompt" in text and "row 11" not in text and "and 13 more" in text
-    )
+    assert "23 of 100" in text and "row 10: no prompt" in text and "row 11" not in text and "and 13 more" in text
     refuse_bad_rows([], 100, WHAT)
 
 

@@ -19,9 +19,7 @@ def renderer() -> Renderer:
 
 
 def config(**fields: Any) -> DataConfig:
-    return DataConfig(
-        **{"train_files": ["unused"], "max_prompt_length": 8, "chat_template": "plain", **fields}
-    )
+    return DataConfig(**{"train_files": ["unused"], "max_prompt_length": 8, "chat_template": "plain", **fields})
 
 
 def load(renderer: Renderer, path: str, *, validation: bool = False, **fields: Any) -> PromptSet:
@@ -41,9 +39,7 @@ def verl_row(prompt: str = "4+5=", truth: Any = "9", **fields: Any) -> dict[str,
 
 @pytest.mark.parametrize("write", [write_parquet, write_jsonl])
 def test_verls_schema_is_read_from_parquet_and_jsonl(tmp_path: Path, renderer: Renderer, write: Any):
-    path = write(
-        tmp_path / ("a.parquet" if write is write_parquet else "a.jsonl"), [verl_row(), verl_row("1+1=", "2")]
-    )
+    path = write(tmp_path / ("a.parquet" if write is write_parquet else "a.jsonl"), [verl_row(), verl_row("1+1=", "2")])
     found = load(renderer, path)
     assert (found.num_rows, found.num_filtered, found.num_truncated) == (2, 0, 0)
     assert found.prompts == (

@@ -90,10 +90,7 @@ def test_the_tokenizer_has_one_token_a_character_and_fits_the_model(renderer: Re
     assert len(renderer.encode(text)) == len(text) and renderer.decode(renderer.encode(text)) == text
     config = json.loads((quickstart() / "model" / "config.json").read_text())
     assert renderer.vocab_size == config["vocab_size"] == 128
-    assert (
-        config["eos_token_id"] == renderer.eos_token_ids[0]
-        and config["pad_token_id"] == renderer.pad_token_id
-    )
+    assert config["eos_token_id"] == renderer.eos_token_ids[0] and config["pad_token_id"] == renderer.pad_token_id
     # A token in reserve is no special token, so a response that holds one does not pass for a clean one.
     assert renderer.decode([127]) != ""
 

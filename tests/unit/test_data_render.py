@@ -70,9 +70,7 @@ def test_the_chat_template_writes_the_head_of_the_answer(chat: Renderer):
 
 
 def test_template_kwargs_reach_the_template(tmp_path: Path):
-    folder = chat_folder(
-        tmp_path / "model", template="{{ start }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    folder = chat_folder(tmp_path / "model", template="{{ start }}{% for m in messages %}{{ m.content }}{% endfor %}")
     renderer = Renderer(str(folder), template_kwargs={"start": "Think. "})
     assert renderer.prompt_text(USER) == "Think. 4+5="
 
@@ -106,10 +104,7 @@ def test_sft_of_a_prompt_trains_on_the_last_answer_alone(chat: Renderer):
 
 def test_a_conversation_trains_on_every_answer(plain: Renderer, chat: Renderer):
     """N6"""
-    assert (
-        trained(plain, *plain.conversation_ids(CONVERSATION))
-        == "Add.4+5=[9<|endoftext|>]1+1=[2<|endoftext|>]"
-    )
+    assert trained(plain, *plain.conversation_ids(CONVERSATION)) == "Add.4+5=[9<|endoftext|>]1+1=[2<|endoftext|>]"
     text = trained(chat, *chat.conversation_ids(CONVERSATION))
     assert text.replace("[", "").replace("]", "") == "".join(
         f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CONVERSATION

@@ -34,9 +34,7 @@ def shown(renderer: Renderer, sample: SftSample) -> tuple[str, str]:
 
 
 def conversation(*contents: str) -> list[dict[str, str]]:
-    return [
-        {"role": "assistant" if turn % 2 else "user", "content": text} for turn, text in enumerate(contents)
-    ]
+    return [{"role": "assistant" if turn % 2 else "user", "content": text} for turn, text in enumerate(contents)]
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_jsonl])
@@ -55,9 +53,7 @@ def test_rows_of_messages_and_of_prompt_and_response(tmp_path: Path, renderer: R
 
 
 def test_the_example_of_the_docstring(tmp_path: Path, renderer: Renderer):
-    (sample,) = load(
-        renderer, write_jsonl(tmp_path / "a.jsonl", [{"prompt": "4+5=", "response": "9"}])
-    ).samples
+    (sample,) = load(renderer, write_jsonl(tmp_path / "a.jsonl", [{"prompt": "4+5=", "response": "9"}])).samples
     assert sample.token_ids == (22, 13, 23, 31, 27, 0)
     assert sample.loss_mask == (False, False, False, False, True, True)
 
@@ -134,10 +130,7 @@ def test_overlong_rows_are_an_error_with_count_rows_and_cure(tmp_path: Path, ren
     with pytest.raises(DataError) as error:
         load(renderer, path)
     text = str(error.value)
-    assert (
-        "1 of 3 rows hold sequences of more than data.max_prompt_length + data.max_response_length = 10"
-        in text
-    )
+    assert "1 of 3 rows hold sequences of more than data.max_prompt_length + data.max_response_length = 10" in text
     assert f"{path} row 2: 15 tokens" in text and "filter or truncate" in text
 
 
@@ -167,7 +160,5 @@ def test_a_filter_that_leaves_nothing_is_an_error(tmp_path: Path, renderer: Rend
 
 
 def test_an_empty_response_trains_its_end(tmp_path: Path, renderer: Renderer):
-    (sample,) = load(
-        renderer, write_jsonl(tmp_path / "a.jsonl", [{"prompt": "4+5=", "response": ""}])
-    ).samples
+    (sample,) = load(renderer, write_jsonl(tmp_path / "a.jsonl", [{"prompt": "4+5=", "response": ""}])).samples
     assert shown(renderer, sample) == ("4+5=", "<|endoftext|>")

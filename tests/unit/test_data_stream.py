@@ -21,9 +21,7 @@ def flat(stream: Stream, batches: int) -> list[int]:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 20), st.booleans(), st.integers(0, 5))
-def test_each_epoch_visits_each_item_once_and_every_batch_is_full(
-    n: int, batch: int, shuffle: bool, seed: int
-):
+def test_each_epoch_visits_each_item_once_and_every_batch_is_full(n: int, batch: int, shuffle: bool, seed: int):
     """R4"""
     batch = min(n, batch)
     stream = make(n, batch, shuffle, seed)

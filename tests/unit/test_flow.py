@@ -150,9 +150,7 @@ def test_independent_nodes_run_at_the_same_time():
 
 def test_a_node_that_is_alone_runs_in_the_calling_thread():
     threads = []
-    flow = Flow(
-        [Node("only", lambda x: threads.append(threading.current_thread()), {"x": int}, {})], {"x": int}
-    )
+    flow = Flow([Node("only", lambda x: threads.append(threading.current_thread()), {"x": int}, {})], {"x": int})
     assert flow.run(x=1) == {}
     assert threads == [threading.current_thread()]
 
@@ -197,9 +195,7 @@ def test_two_errors_at_once_both_show():
 
 def test_wrong_outputs_at_run_time_name_the_node():
     flow = Flow([Node("pair", lambda x: {"a": x}, {"x": int}, {"a": int, "b": int})], {"x": int})
-    with pytest.raises(
-        FlowError, match=r"node 'pair' declares the outputs \['a', 'b'\] but returned \['a'\]"
-    ):
+    with pytest.raises(FlowError, match=r"node 'pair' declares the outputs \['a', 'b'\] but returned \['a'\]"):
         flow.run(x=1)
 
 
@@ -217,9 +213,7 @@ def test_replace_takes_a_function_a_node_or_a_constant():
     flow = grpo_like()
     flow.replace("reward", lambda samples: [1.0 for _ in samples])
     assert flow.run(until="advantages", prompts=[1, 2]) == {"adv": 2.0, "kl": -6}
-    flow.replace(
-        "logprobs", Node("zeros", lambda samples: [0], {"samples": list[int]}, {"logprobs": list[int]})
-    )
+    flow.replace("logprobs", Node("zeros", lambda samples: [0], {"samples": list[int]}, {"logprobs": list[int]}))
     assert flow.run(until="advantages", prompts=[1, 2])["kl"] == 0
     flow.replace("advantages", constant({"adv": 0.5, "kl": 1}))
     assert flow.run(until="update") == {"loss": 1.5}, "a constant needs nothing upstream"
@@ -244,22 +238,16 @@ def test_insert_after_with_a_function_maps_the_value_for_all_consumers():
 
     flow.insert_after("reward", shaping)
     values = flow.run(prompts=[1, 2])
-    assert (
-        values["scores"] == [12.0, 14.0] and values["reward.scores"] == [2.0, 4.0] and values["adv"] == 26.0
-    )
+    assert values["scores"] == [12.0, 14.0] and values["reward.scores"] == [2.0, 4.0] and values["adv"] == 26.0
     flow.insert_after("reward", lambda scores: [score * 2 for score in scores])
-    assert flow.run(prompts=[1, 2])["scores"] == [14.0, 18.0], (
-        "the newest insert stands right behind its node"
-    )
+    assert flow.run(prompts=[1, 2])["scores"] == [14.0, 18.0], "the newest insert stands right behind its node"
     assert [node.name for node in flow.nodes][1:4] == ["reward", "after_reward", "shaping"]
 
 
 def test_insert_after_with_a_node():
     flow = grpo_like()
     seen = []
-    flow.insert_after(
-        "reward", Node("watch", lambda scores: seen.append(scores), {"scores": list[float]}, {})
-    )
+    flow.insert_after("reward", Node("watch", lambda scores: seen.append(scores), {"scores": list[float]}, {}))
     flow.insert_after(
         "advantages",
         Node(

@@ -62,9 +62,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
 
 def test_tensorboard_reads_what_was_written_and_a_resume_hides_the_old_steps(tmp_path):
     def run(steps, scale, first_step):
-        sinks = open_sinks(
-            ["console", "tensorboard"], tmp_path, project="p", experiment="e", first_step=first_step
-        )
+        sinks = open_sinks(["console", "tensorboard"], tmp_path, project="p", experiment="e", first_step=first_step)
         assert len(sinks) == 2
         for step in steps:
             for sink in sinks:

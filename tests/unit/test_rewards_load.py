@@ -19,9 +19,7 @@ from tests.unit.data_helpers import ROOT
 
 
 def sample(solution: str = "9", truth: Any = "9", **fields: Any) -> RewardSample:
-    return RewardSample(
-        data_source="add2", prompt_text="4+5=", solution_str=solution, ground_truth=truth, **fields
-    )
+    return RewardSample(data_source="add2", prompt_text="4+5=", solution_str=solution, ground_truth=truth, **fields)
 
 
 def score(spec: str, solution: str, truth: Any) -> object:
@@ -195,9 +193,7 @@ def test_a_reward_that_cannot_be_found_is_an_error(spec: str, reason: str):
 
 def test_a_file_that_does_not_import_shows_its_error(tmp_path: Path):
     path = write(tmp_path, "import no_such_package\n")
-    with pytest.raises(
-        RewardError, match=r"does not import \(ModuleNotFoundError: No module named 'no_such_package'"
-    ):
+    with pytest.raises(RewardError, match=r"does not import \(ModuleNotFoundError: No module named 'no_such_package'"):
         load_reward(f"{path}:fn")
     path = write(tmp_path, "def fn(:\n")
     with pytest.raises(RewardError, match=r"does not import \(SyntaxError"):

@@ -274,9 +274,7 @@ def test_a_reward_that_does_not_load_is_an_error_and_not_a_score(tmp_path: Path)
 
 def test_kwargs_reach_the_reward(tmp_path: Path):
     path = tmp_path / "scaled.py"
-    path.write_text(
-        "def scaled(solution_str, scale):\n    return {'score': scale * float(solution_str), 'twice': 2}\n"
-    )
+    path.write_text("def scaled(solution_str, scale):\n    return {'score': scale * float(solution_str), 'twice': 2}\n")
     with RewardPool(f"{path}:scaled", {"scale": 3}) as pool:
         (result,) = pool.score(samples("2"))
     assert result.value == 6.0 and result.extra == {"twice": 2.0}

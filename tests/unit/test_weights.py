@@ -19,7 +19,9 @@ from megatron_rl.weights.safetensors import INDEX_NAME, RandomSource, Safetensor
 from megatron_rl.weights.spec import Block, hf_shapes, megatron_params
 
 
-def _shape(architecture: str = "Qwen2ForCausalLM", kv: int = 4, per_group: int = 2, tied: bool = True, vocab: int = 50) -> ModelShape:
+def _shape(
+    architecture: str = "Qwen2ForCausalLM", kv: int = 4, per_group: int = 2, tied: bool = True, vocab: int = 50
+) -> ModelShape:
     return ModelShape(
         architecture=architecture,
         num_layers=2,
@@ -50,7 +52,9 @@ def test_every_supported_architecture_has_a_table() -> None:
     tied=st.booleans(),
     vocab=st.integers(40, 60),
 )
-def test_w1_blocks_of_all_ranks_tile_every_hf_tensor(architecture: str, tp: int, per_group: int, tied: bool, vocab: int) -> None:
+def test_w1_blocks_of_all_ranks_tile_every_hf_tensor(
+    architecture: str, tp: int, per_group: int, tied: bool, vocab: int
+) -> None:
     """W1: each byte of each split HF tensor is on exactly one rank; replicated tensors are whole on each."""
     shape = _shape(architecture, per_group=per_group, tied=tied, vocab=vocab)
     family = FAMILIES[architecture]
@@ -129,9 +133,13 @@ def test_tied_checkpoint_may_repeat_the_embedding_but_not_change_it(tmp_path: Pa
     shape = _shape(tied=True)
     tensors = _write(tmp_path, shape)
     expected = hf_shapes(shape, FAMILIES[shape.architecture])
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, str(tmp_path / "model.safetensors"))
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, str(tmp_path / "model.safetensors")
+    )
     SafetensorsSource(tmp_path).check(expected)
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, str(tmp_path / "model.safetensors"))
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, str(tmp_path / "model.safetensors")
+    )
     with pytest.raises(CheckpointError, match=r"surplus lm_head\.weight"):
         SafetensorsSource(tmp_path).check(expected)
 
