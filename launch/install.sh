@@ -25,6 +25,8 @@ cpu_index=https://download.pytorch.org/whl/cpu
 
 # Settings of another environment must not steer this one's pip.
 unset PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV VIRTUAL_ENV
+# The first import below is there to leave compiled modules behind.
+unset PYTHONDONTWRITEBYTECODE
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 say() { printf '[install] %s\n' "$*"; }
@@ -124,7 +126,8 @@ install_torch() {
     source=(--extra-index-url "$cpu_index" --timeout 30 --retries 2)
     hint="$cpu_index has CPU builds of torch and must be reachable (or let pip find one elsewhere). $hint"
   fi
-  part "torch $torch_pin for CPU" "${pip_install[@]}" -c "$constraints" ${source[@]+"${source[@]}"} "torch==$torch_pin+cpu" setuptools
+  part "torch $torch_pin for CPU" \
+    "${pip_install[@]}" -c "$constraints" ${source[@]+"${source[@]}"} "torch==$torch_pin+cpu" setuptools
 }
 
 main() {

@@ -78,9 +78,10 @@ def machine_paths(name: str, text: str) -> Iterator[str]:
 
 
 def broad_excepts(name: str, text: str) -> Iterator[str]:
-    """Handlers of everything that drop the error and go on, and suppress(Exception). One that ends in `raise` may
-    clean up;
-    one that returns what it caught hands it on."""
+    """Handlers of everything that drop the error and go on, and suppress(Exception).
+
+    One that ends in `raise` may clean up first; one whose last line returns what it caught hands it on.
+    """
     for node in ast.walk(ast.parse(text, name)):
         if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _passes_on(node):
             yield f"{name}:{node.lineno}: catches every exception and goes on"
@@ -105,13 +106,23 @@ def _last_name(node: ast.expr) -> str | None:
 
 
 def _passes_on(handler: ast.ExceptHandler) -> bool:
-    """The error is raised again, or is made the function's result: code of a user's that fails is a value to its
-    caller.
-    """
+    """The error is raised again, or is part of the function's result: a failure of a user's code is a value."""
     last = handler.body[-1]
-    names = {node.id for node in _own_nodes(handler) if isinstance(node, ast.Name)}
-    as_result = isinstance(last, ast.Return) and last.value is not None and handler.name in names
-    return _always_raises(handler) or as_result
+    as_result = isinstance(last, ast.Return) and last.value is not None
+    return _always_raises(handler) or (as_result and bool(_names(last) & _made_from_error(handler)))
+
+
+def _made_from_error(handler: ast.ExceptHandler) -> set[str]:
+    """The caught error's name, and those of the variables that the handler makes from it."""
+    found = {handler.name} if handler.name else set[str]()
+    for node in _own_nodes(handler):
+        if isinstance(node, ast.Assign) and _names(node.value) & found:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def _always_raises(handler: ast.ExceptHandler) -> bool:

@@ -93,6 +93,8 @@ def test_the_ascii_rule_names_line_and_character():
         "except Exception:\n    if x:\n        raise",
         "except Exception:\n    if x:\n        return_ = 1\n    else:\n        raise",
         "except Exception:\n    def inner():\n        raise\n    inner()",
+        "except Exception as error:\n    print(error)\n    return None",
+        "except Exception as error:\n    reason = str(error)\n    return 0.0",
     ],
 )
 def test_the_except_rule_catches(handler: str):
@@ -112,6 +114,7 @@ def test_the_except_rule_catches_an_early_way_out_and_suppress():
         "except (OSError, KeyError) as error:\n    print(error)",
         "except BaseException:\n    close()\n    raise",
         "except Exception as error:\n    raise RuntimeError('worker 3') from error",
+        "except Exception as error:\n    reason = str(error)\n    return Failed(reason=reason[:80])",
     ],
 )
 def test_the_except_rule_allows(handler: str):
