@@ -44,7 +44,7 @@ def test_varlen_attention_equals_grouped_attention() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_grpo_learns_on_one_gpu(tmp_path: Path, dtype: str) -> None:
-    """SFT, then GRPO through Ray, Megatron-Core and vLLM on CUDA: sleep, publish and wake each step; N8 within bounds."""
+    """SFT, then GRPO through Ray, Megatron-Core and vLLM on CUDA: sleep, publish, wake each step; N8 within bounds."""
     data = tmp_path / "data"
     make(data, seed=0)
     own = ["cluster.device=cuda", f"model.dtype={dtype}", f"trainer.default_local_dir={tmp_path}"]
