@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -96,11 +98,14 @@ class TrainBatch:
         """[T] int64: the number of the sequence that each token belongs to."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), torch.tensor(self.seq_lens, dtype=torch.int64))
 
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First token of each sequence, and T at the end."""
+        return (0, *accumulate(self.seq_lens))
+
     def select(self, sequences: Sequence[int]) -> TrainBatch:
         """The given sequences, in the given order."""
-        starts = [0]
-        for length in self.seq_lens:
-            starts.append(starts[-1] + length)
+        starts = self.starts
         pieces = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
         index = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
         return TrainBatch(
@@ -139,8 +144,30 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class OffloadReport:
+    """What went from the device to the host, and the seconds of both ways. Reports of several moves add up."""
+
+    freed: dict[str, int] = field(default_factory=dict)
+    """params, grads, optimizer -> bytes of device memory that were freed"""
+    seconds: float = 0.0
+
+    def __add__(self, other: OffloadReport) -> OffloadReport:
+        kinds = {**self.freed, **other.freed}
+        freed = {kind: self.freed.get(kind, 0) + other.freed.get(kind, 0) for kind in kinds}
+        return OffloadReport(freed, self.seconds + other.seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """offload/<what>_bytes and time/offload; empty where nothing moves."""
+        if not self.freed and not self.seconds:
+            return {}
+        return {f"offload/{kind}_bytes": float(size) for kind, size in self.freed.items()} | {
+            "time/offload": self.seconds
+        }
+
+
+@dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did. Equal on every rank."""
+    """What one optimizer step did. Equal on all ranks of the last pipeline stage; others know grad_norm and lr only."""
 
     loss: float
     grad_norm: float

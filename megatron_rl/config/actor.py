@@ -45,14 +45,31 @@ class ParallelConfig:
     """Pipeline stages."""
     vpp: PositiveInt = 1
     """Model chunks per pipeline stage (interleaved schedule)."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage; an even share when not given."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage; an even share when not given."""
     cp: PositiveInt = 1
     """Context-parallel ranks."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks."""
+    """Expert-parallel ranks: each holds 1 / ep of every layer's experts. Taken from the ranks of tp, cp and dp."""
+    etp: PositiveInt | None = None
+    """Ranks that share each expert's matrices; 1 when not given and ep is above 1 (tp with ep 1)."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel ranks along the sequence, outside attention and MLP."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer's state over data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass instead of kept: attention's alone, or each layer's."""
+    packing: bool = True
+    """Sequences of a micro-batch end to end; false pads each to the longest of them, for comparison."""
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share each expert, as in force."""
+        if self.etp is not None:
+            return self.etp
+        return 1 if self.ep > 1 else self.tp
 
 
 @section
@@ -66,6 +83,12 @@ class ActorConfig(ParallelConfig):
     """Most tokens in one forward pass of a rank; longer sequences are an error before the run starts."""
     ppo_epochs: PositiveInt = 1
     """Passes over the rollouts of one step."""
+    param_offload: bool = False
+    """Keep the weights in host memory while responses are generated."""
+    grad_offload: bool = False
+    """Free the gradients' memory while responses are generated (each update starts from zeroed gradients)."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state and the float32 master weights in host memory while responses are generated."""
     clip_ratio: PositiveFloat = 0.2
     """Clipping range of the policy ratio, used on each side that has no range of its own."""
     clip_ratio_low: PositiveFloat | None = None
@@ -84,6 +107,12 @@ class ActorConfig(ParallelConfig):
     """Weight of that KL in the loss."""
     kl_loss_type: KlType = "k3"
     """Estimator of that KL (Schulman 2020); abs is |log ratio|."""
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What leaves the device while responses are generated."""
+        kinds = {"params": self.param_offload, "grads": self.grad_offload, "optimizer": self.optimizer_offload}
+        return tuple(kind for kind, leaves in kinds.items() if leaves)
 
     @property
     def clip_low(self) -> float:

@@ -33,7 +33,7 @@ class Row:
 
 def micro_batches(cfg: RunConfig, sequences: int, length: int) -> int:
     """Forward passes of one rank over `sequences` sequences of `length` tokens each."""
-    per_pass = max(1, cfg.actor.max_tokens_per_gpu // length)
+    per_pass = max(1, cfg.max_tokens_per_pass // length)
     if cfg.actor.ppo_micro_batch_size_per_gpu is not None:
         per_pass = min(per_pass, cfg.actor.ppo_micro_batch_size_per_gpu)
     return -(-sequences // per_pass)
@@ -92,7 +92,7 @@ def batch_table(cfg: RunConfig) -> list[Row]:
 def _budget(cfg: RunConfig) -> str:
     cap = cfg.actor.ppo_micro_batch_size_per_gpu
     sequences = "" if cap is None else f" and {cap} sequences"
-    return f"at most {cfg.actor.max_tokens_per_gpu} tokens{sequences} each"
+    return f"at most {cfg.max_tokens_per_pass} tokens{sequences} each"
 
 
 def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
@@ -125,9 +125,23 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
             Row("parameters", f"{shape.num_parameters():,}", f"{shape.architecture}, {cfg.model.dtype}"),
             Row("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
             Row("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
-            Row("MLP columns of a rank", shape.ffn_size // actor.tp, f"{shape.ffn_size} / tp {actor.tp}"),
         ]
+        rows += _expert_rows(cfg, shape) if shape.num_experts else []
+        parts, axis = (actor.expert_tp, "etp") if shape.num_experts else (actor.tp, "tp")
+        columns = "columns of an expert on a rank" if shape.num_experts else "MLP columns of a rank"
+        rows.append(Row(columns, shape.ffn_size // parts, f"{shape.ffn_size} / {axis} {parts}"))
     return rows
+
+
+def _expert_rows(cfg: RunConfig, shape: ModelShape) -> list[Row]:
+    actor = cfg.actor
+    replicas = cfg.world_size // (actor.expert_tp * actor.ep * actor.pp)
+    return [
+        Row("expert parallel (ep)", actor.ep, "actor.ep"),
+        Row("expert tensor parallel (etp)", actor.expert_tp, "actor.etp, or 1 with ep above 1, or tp"),
+        Row("copies of each expert", replicas, "ranks / (etp * ep * pp)"),
+        Row("experts of a rank in a layer", shape.num_experts // actor.ep, f"{shape.num_experts} / ep {actor.ep}"),
+    ]
 
 
 def format_table(rows: Sequence[Row]) -> str:

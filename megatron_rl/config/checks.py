@@ -30,30 +30,48 @@ def unknown_name(key: str, value: str, names: tuple[str, ...]) -> Fault:
     return Fault(key, value, "there is no such name", f"{hint}known: {', '.join(names)}")
 
 
-def _later(cfg: RunConfig, axis: str, size: int) -> list[Fault]:
-    if size == 1:
-        return []
-    return [Fault(f"actor.{axis}", size, "not supported yet; use tp and dp", f"set actor.{axis}=1")]
-
-
-def pipeline(cfg: RunConfig) -> list[Fault]:
-    """One pipeline stage."""
-    return _later(cfg, "pp", cfg.actor.pp)
-
-
 def virtual_pipeline(cfg: RunConfig) -> list[Fault]:
-    """One model chunk a stage."""
-    return _later(cfg, "vpp", cfg.actor.vpp)
+    """Model chunks interleave over pipeline stages, and not over two (contract R8)."""
+    actor = cfg.actor
+    if actor.vpp == 1:
+        return []
+    if actor.pp == 1:
+        return [Fault("actor.vpp", actor.vpp, "interleaves pipeline stages, and actor.pp is 1", "set actor.vpp=1")]
+    if actor.pp == 2:
+        reason = "with two stages Megatron-Core pairs its messages up wrongly and trains on wrong gradients"
+        return [Fault("actor.vpp", actor.vpp, reason, "set actor.vpp=1, or actor.pp to 3 or more")]
+    return []
 
 
-def context_parallel(cfg: RunConfig) -> list[Fault]:
-    """Whole sequences on each rank."""
-    return _later(cfg, "cp", cfg.actor.cp)
+def uneven_pipeline(cfg: RunConfig) -> list[Fault]:
+    """Sizes of the first and last stage are given only where there are stages."""
+    if cfg.actor.pp > 1:
+        return []
+    given = {
+        "actor.num_layers_in_first_pipeline_stage": cfg.actor.num_layers_in_first_pipeline_stage,
+        "actor.num_layers_in_last_pipeline_stage": cfg.actor.num_layers_in_last_pipeline_stage,
+    }
+    reason = "there is one stage: actor.pp is 1"
+    return [Fault(key, value, reason, "leave it out") for key, value in given.items() if value is not None]
 
 
-def expert_parallel(cfg: RunConfig) -> list[Fault]:
-    """No experts."""
-    return _later(cfg, "ep", cfg.actor.ep)
+def expert_layout(cfg: RunConfig) -> list[Fault]:
+    """etp * ep * pp divides the ranks, and a split of single experts comes with a split of the experts."""
+    actor, world = cfg.actor, cfg.world_size
+    if actor.ep == 1:
+        if actor.expert_tp == actor.tp:
+            return []
+        reason = (
+            f"differs from actor.tp {actor.tp} while actor.ep is 1: Megatron-Core would add the experts' gradients up "
+            "over the wrong ranks"
+        )
+        return [Fault("actor.etp", actor.etp, reason, "leave it out, or set actor.ep above 1")]
+    parts = actor.expert_tp * actor.ep * actor.pp
+    if world % parts == 0:
+        return []
+    reason = f"etp * ep * pp = {actor.expert_tp} * {actor.ep} * {actor.pp} = {parts} does not divide the {_ranks(cfg)}"
+    cure = f"make etp * ep * pp one of {listed(divisors(world))}, or the number of ranks a multiple of {parts}"
+    return [Fault("actor.ep", actor.ep, reason, cure)]
 
 
 def critic(cfg: RunConfig) -> list[Fault]:
@@ -160,12 +178,15 @@ def _longest(cfg: RunConfig) -> str:
 
 def token_budget(cfg: RunConfig) -> list[Fault]:
     """The longest sequence fits into one forward pass."""
-    budget = cfg.actor.max_tokens_per_gpu
-    if budget >= cfg.max_sequence_length:
+    cp = cfg.actor.cp
+    # Context parallelism pads a sequence until 2 cp chunks of it are equal.
+    needed = cfg.max_sequence_length if cp == 1 else -(-cfg.max_sequence_length // (2 * cp)) * 2
+    if cfg.actor.max_tokens_per_gpu >= needed:
         return []
-    reason = f"is less than the longest sequence, {_longest(cfg)}, which must fit into one forward pass"
-    cure = f"raise it to at least {cfg.max_sequence_length}, or lower the lengths"
-    return [Fault("actor.max_tokens_per_gpu", budget, reason, cure)]
+    share = "" if cp == 1 else f" (a rank holds 1 / {cp} of it, actor.cp)"
+    reason = f"is less than the longest sequence, {_longest(cfg)}{share}, which must fit into one forward pass"
+    cure = f"raise it to at least {needed}, or lower the lengths"
+    return [Fault("actor.max_tokens_per_gpu", cfg.actor.max_tokens_per_gpu, reason, cure)]
 
 
 def engine_length(cfg: RunConfig) -> list[Fault]:

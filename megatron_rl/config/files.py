@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_rl.config.checks import listed, unknown_name
-from megatron_rl.config.layout import ModelShape, inspect_model
+from megatron_rl.config.checks import divisors, listed, unknown_name
+from megatron_rl.config.layout import ModelShape, inspect_model, stage_layers
 from megatron_rl.config.names import REWARD_NAMES, VLLM_HEAD_DIMS
 from megatron_rl.errors import Fault
 
@@ -183,16 +183,56 @@ def tensor_parallel(cfg: RunConfig) -> list[Fault]:
     tp = cfg.actor.tp
     if shape is None:
         return []
-    sizes = {
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "intermediate_size": shape.ffn_size,
-    }
+    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if not shape.num_experts:
+        sizes["intermediate_size"] = shape.ffn_size
     odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     if not odd:
         return []
     reason = f"does not divide {' and '.join(odd)} of {cfg.model.path}"
     return [Fault("actor.tp", tp, reason, f"use {listed(shape.tp_choices())}")]
+
+
+def experts(cfg: RunConfig) -> list[Fault]:
+    """Expert-parallel ranks get equal parts of the experts, and tensor-parallel ranks different tokens for them."""
+    shape, actor = _shape_of(cfg), cfg.actor
+    if shape is None:
+        return []
+    if not shape.num_experts:
+        given = {"actor.ep": None if actor.ep == 1 else actor.ep, "actor.etp": actor.etp}
+        reason = f"splits experts, and {shape.architecture} has none"
+        return [Fault(key, value, reason, "leave it out") for key, value in given.items() if value is not None]
+    faults: list[Fault] = []
+    if shape.num_experts % actor.ep:
+        reason = f"does not divide the {shape.num_experts} experts of {cfg.model.path}"
+        faults.append(Fault("actor.ep", actor.ep, reason, f"use {listed(divisors(shape.num_experts))}"))
+    if shape.ffn_size % actor.expert_tp:
+        key = "actor.tp" if actor.etp is None else "actor.etp"
+        reason = f"does not divide the experts' inner size {shape.ffn_size} of {cfg.model.path}"
+        faults.append(Fault(key, actor.expert_tp, reason, f"use a divisor of {shape.ffn_size}"))
+    if actor.tp > 1 and not actor.sequence_parallel:
+        reason = (
+            f"must be on for a model with experts at actor.tp {actor.tp}: Megatron-Core trains them in no other way"
+        )
+        faults.append(Fault("actor.sequence_parallel", False, reason, "set it to true, or actor.tp=1"))
+    return faults
+
+
+def pipeline_stages(cfg: RunConfig) -> list[Fault]:
+    """The layers can be placed on the stages and their chunks."""
+    shape, actor = _shape_of(cfg), cfg.actor
+    if shape is None:
+        return []
+    first, last = actor.num_layers_in_first_pipeline_stage, actor.num_layers_in_last_pipeline_stage
+    try:
+        stage_layers(shape.num_layers, actor.pp, actor.vpp, first, last)
+    except ValueError as error:
+        cure = (
+            f"use a divisor of {shape.num_layers} layers, or give the first or last stage its own number "
+            "(actor.num_layers_in_first_pipeline_stage, actor.num_layers_in_last_pipeline_stage)"
+        )
+        return [Fault("actor.pp", actor.pp, str(error), cure)]
+    return []
 
 
 def head_dim(cfg: RunConfig) -> list[Fault]:

@@ -15,18 +15,65 @@ from typing import Any, cast
 
 from megatron_rl.errors import ConfigError, Fault
 
-ARCHITECTURES: dict[str, bool] = {"Qwen2ForCausalLM": True, "LlamaForCausalLM": False}
-"""Supported `architectures` entry -> does its attention add a bias to q, k and v."""
-_MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
-
-DEFAULT_ROPE_THETA = 10000.0
-DEFAULT_RMS_NORM_EPS = 1e-6
 DEFAULT_INITIALIZER_RANGE = 0.02
 
 
 @dataclass(frozen=True)
+class Architecture:
+    """What the name of an architecture says beside the sizes in its config.json."""
+
+    model_type: str
+    required: tuple[str, ...] = ()
+    """Entries that transformers fills with numbers of its own where they are absent"""
+    qkv_bias: bool = False
+    """Attention adds a bias to queries, keys and values"""
+    qk_norm: bool = False
+    """Each head's query and key passes an RMSNorm before RoPE"""
+    ffn_size: str = "intermediate_size"
+    """Entry with the inner size of an MLP, or of one expert"""
+    experts: bool = False
+    """Every layer's MLP is a mixture of experts"""
+    norm_topk_prob: bool | None = None
+    """Weights of a token's experts sum to 1; None: the entry norm_topk_prob says"""
+    sliding_window: bool = False
+    """The entry sliding_window alone turns sliding-window attention on"""
+    rope_theta: float = 10000.0
+    """RoPE's base where the file gives none"""
+    rms_norm_eps: float = 1e-6
+    """RMSNorm's epsilon where the file gives none"""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen2ForCausalLM": Architecture("qwen2", ("num_key_value_heads",), qkv_bias=True),
+    "LlamaForCausalLM": Architecture("llama"),
+    "Qwen3ForCausalLM": Architecture("qwen3", ("num_key_value_heads", "head_dim"), qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        ("num_key_value_heads", "num_experts_per_tok"),
+        qk_norm=True,
+        ffn_size="moe_intermediate_size",
+        experts=True,
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        ("num_key_value_heads", "num_experts_per_tok"),
+        experts=True,
+        norm_topk_prob=True,
+        sliding_window=True,
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+    ),
+}
+"""Supported `architectures` entry -> what it stands for."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """Sizes that decide a transformer's tensors; all have RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+    """Sizes that decide a transformer's tensors; all have RMSNorm, SwiGLU, RoPE, grouped-query attention.
+
+    ffn_size: inner size of the MLP, or of one expert. num_experts: of each layer, 0 for plain MLPs; a token goes to the
+    num_experts_per_tok of highest router probability, weighted by it (norm_topk_prob: scaled to sum to 1).
+    """
 
     architecture: str
     num_layers: int
@@ -42,10 +89,14 @@ class ModelShape:
     rope_theta: float
     max_position_embeddings: int
     initializer_range: float
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = False
 
     def tp_choices(self) -> list[int]:
-        """Tensor-parallel sizes that split heads, KV heads and the MLP evenly, ascending."""
-        common = gcd(self.num_heads, self.num_kv_heads, self.ffn_size)
+        """Tensor-parallel sizes that split heads, KV heads and the MLP (experts: see actor.etp) evenly, ascending."""
+        common = gcd(self.num_heads, self.num_kv_heads, 0 if self.num_experts else self.ffn_size)
         return [tp for tp in range(1, common + 1) if common % tp == 0]
 
     def num_parameters(self) -> int:
@@ -53,9 +104,46 @@ class ModelShape:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q_size + 2 * kv_size)
         bias = (q_size + 2 * kv_size) if self.qkv_bias else 0
-        layer = attention + bias + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        # A router has one row for each expert.
+        mlp = 3 * self.hidden_size * self.ffn_size * max(self.num_experts, 1) + self.hidden_size * self.num_experts
+        layer = attention + bias + norms + mlp
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+
+def stage_layers(
+    num_layers: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
+) -> list[list[range]]:
+    """[pp][vpp] layers of each model chunk, by global number, as Megatron-Core places them.
+
+    first, last: layers of the first and last stage where they are not an even share. A stage's layers are cut into vpp
+    chunks; chunk 0 of every stage comes first, then chunk 1 of every stage, and so on.
+
+    Raises ValueError, saying what does not divide, where the layers cannot be placed.
+    Example: 8 layers, pp 2, vpp 2 -> [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    """
+    counts: list[int | None] = [None] * pp
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    open_stages = counts.count(None)
+    left = num_layers - sum(count for count in counts if count is not None)
+    if left < 0 or (open_stages == 0 and left) or (open_stages and left % open_stages) or (open_stages and not left):
+        raise ValueError(f"{left} of {num_layers} layers are left for {open_stages} of {pp} pipeline stages")
+    share = left // open_stages if open_stages else 0
+    sizes = [share if count is None else count for count in counts]
+    odd = [size for size in sizes if size % vpp]
+    if odd:
+        raise ValueError(f"a stage of {odd[0]} layers cannot be cut into vpp {vpp} chunks")
+    stages: list[list[range]] = [[] for _ in range(pp)]
+    start = 0
+    for _ in range(vpp):
+        for stage, size in zip(stages, sizes, strict=True):
+            stage.append(range(start, start + size // vpp))
+            start += size // vpp
+    return stages
 
 
 def read_model_shape(folder: str, key: str = "model.path") -> ModelShape:
@@ -118,7 +206,7 @@ def _architecture(fields: Mapping[str, Any], where: str) -> tuple[str | None, li
     found = [name for name in ARCHITECTURES if names == [name]]
     if found:
         # transformers and vLLM go by model_type, this package by architectures: both must mean one model.
-        kind, expected = fields.get("model_type"), _MODEL_TYPES[found[0]]
+        kind, expected = fields.get("model_type"), ARCHITECTURES[found[0]].model_type
         if kind in (None, expected):
             return found[0], []
         reason = f"does not belong to architectures {found[0]}, whose model_type is {expected}"
@@ -140,7 +228,7 @@ def _all_full(kinds: list[object]) -> bool:
 # Field -> (the values that this package computes, why others are refused). A field that is absent is fine.
 _FEATURES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_act": (lambda value: value == "silu", "only the SwiGLU MLP (hidden_act silu) is computed"),
-    "attention_bias": (_off, "a bias in Llama's attention projections is not supported"),
+    "attention_bias": (_off, "a bias in the attention projections is not supported"),
     "mlp_bias": (_off, "a bias in the MLP is not supported"),
     "attention_dropout": (_off, "dropout is not supported: log-probabilities must be the same each time"),
     "use_sliding_window": (_off, "sliding-window attention is not supported"),
@@ -153,6 +241,15 @@ _FEATURES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "RoPE over a part of the head is not supported",
     ),
     "quantization_config": (_off, "quantized weights cannot be trained"),
+    "mlp_only_layers": (_off, "layers without experts among layers with experts are not supported"),
+    "decoder_sparse_step": (
+        lambda value: value in (None, 1),
+        "layers without experts among layers with experts are not supported",
+    ),
+    "shared_expert_intermediate_size": (_off, "an expert that all tokens share is not supported"),
+    "n_shared_experts": (_off, "an expert that all tokens share is not supported"),
+    "num_shared_experts": (_off, "an expert that all tokens share is not supported"),
+    "router_jitter_noise": (_off, "noise on the router's input is not supported: routes must be the same each time"),
 }
 
 
@@ -167,7 +264,15 @@ def _unsupported(fields: Mapping[str, Any], where: str) -> list[Fault]:
         reason = _rope_reason(fields.get(name))
         if reason:
             faults.append(Fault(f"{where}: {name}", fields[name], reason, cure))
+    if _architecture_of(fields).sliding_window and fields.get("sliding_window"):
+        reason = "sliding-window attention is not supported"
+        faults.append(Fault(f"{where}: sliding_window", fields["sliding_window"], reason, cure))
     return faults
+
+
+def _architecture_of(fields: Mapping[str, Any]) -> Architecture:
+    """Of a file whose architectures entry _architecture has accepted."""
+    return ARCHITECTURES[fields["architectures"][0]]
 
 
 def _rope_reason(rope: object) -> str | None:
@@ -190,7 +295,6 @@ _SIZES = (
     "num_hidden_layers",
     "hidden_size",
     "num_attention_heads",
-    "intermediate_size",
     "vocab_size",
     "max_position_embeddings",
 )
@@ -206,9 +310,12 @@ def _is_number(value: object) -> bool:
 
 def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
     cure = "copy the config.json that belongs to these weights"
+    architecture = _architecture_of(fields)
+    sizes = [*_SIZES, architecture.ffn_size, *architecture.required]
+    sizes += [_experts_entry(fields)] if architecture.experts else []
     faults = [
         Fault(f"{where}: {name}", fields.get(name), "must be a whole number above 0", cure)
-        for name in _SIZES
+        for name in sizes
         if not _is_count(fields.get(name))
     ]
     optional = {
@@ -220,15 +327,17 @@ def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
     faults += [
         Fault(f"{where}: {name}", fields[name], "must be a number above 0", cure)
         for name, fits in optional.items()
-        if fields.get(name) is not None and not fits(fields[name])
+        if name not in sizes and fields.get(name) is not None and not fits(fields[name])
     ]
-    if fields["architectures"] == ["Qwen2ForCausalLM"] and "num_key_value_heads" not in fields:
-        # transformers reads an absent entry as 32 here, whatever num_attention_heads is.
-        faults.append(Fault(f"{where}: num_key_value_heads", None, "must be given for Qwen2ForCausalLM", cure))
     theta = _rope_theta(fields)
     if not _is_number(theta) and fields.get("rope_theta") != theta:
         faults.append(Fault(f"{where}: rope_parameters.rope_theta", theta, "must be a number above 0", cure))
     return faults
+
+
+def _experts_entry(fields: Mapping[str, Any]) -> str:
+    """The entry that holds the number of experts: Mixtral's name, which newer files of Qwen3-MoE have as well."""
+    return "num_experts" if "num_experts" in fields else "num_local_experts"
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> Any:
@@ -236,26 +345,33 @@ def _rope_theta(fields: Mapping[str, Any]) -> Any:
     rope: Any = fields.get("rope_scaling") or fields.get("rope_parameters")
     theta: Any = cast("dict[str, Any]", rope).get("rope_theta") if isinstance(rope, dict) else None
     theta = fields.get("rope_theta") if theta is None else theta
-    return DEFAULT_ROPE_THETA if theta is None else theta
+    return _architecture_of(fields).rope_theta if theta is None else theta
 
 
-def _shape(architecture: str, fields: Mapping[str, Any]) -> ModelShape:
+def _shape(name: str, fields: Mapping[str, Any]) -> ModelShape:
+    architecture = ARCHITECTURES[name]
     heads: int = fields["num_attention_heads"]
+    normed = architecture.norm_topk_prob
+    normed = bool(fields.get("norm_topk_prob", False)) if normed is None else normed
     return ModelShape(
-        architecture=architecture,
+        architecture=name,
         num_layers=fields["num_hidden_layers"],
         hidden_size=fields["hidden_size"],
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads") or heads,
         head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
-        ffn_size=fields["intermediate_size"],
+        ffn_size=fields[architecture.ffn_size],
         vocab_size=fields["vocab_size"],
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        qkv_bias=ARCHITECTURES[architecture],
-        rms_norm_eps=float(fields.get("rms_norm_eps") or DEFAULT_RMS_NORM_EPS),
+        qkv_bias=architecture.qkv_bias,
+        rms_norm_eps=float(fields.get("rms_norm_eps") or architecture.rms_norm_eps),
         rope_theta=float(_rope_theta(fields)),
         max_position_embeddings=fields["max_position_embeddings"],
         initializer_range=float(fields.get("initializer_range") or DEFAULT_INITIALIZER_RANGE),
+        qk_norm=architecture.qk_norm,
+        num_experts=fields[_experts_entry(fields)] if architecture.experts else 0,
+        num_experts_per_tok=fields["num_experts_per_tok"] if architecture.experts else 0,
+        norm_topk_prob=normed and architecture.experts,
     )
 
 
@@ -278,5 +394,26 @@ def _misfits(shape: ModelShape, fields: Mapping[str, Any], where: str) -> list[F
                 f"is not a multiple of num_attention_heads {shape.num_heads}, and head_dim is not given",
                 "give head_dim, or copy the config.json that belongs to these weights",
             )
+        )
+    return [*faults, *_expert_misfits(shape, fields, where)]
+
+
+def _expert_misfits(shape: ModelShape, fields: Mapping[str, Any], where: str) -> list[Fault]:
+    if not shape.num_experts:
+        return []
+    copy = "copy the config.json that belongs to these weights"
+    faults: list[Fault] = []
+    other = fields.get("num_local_experts", shape.num_experts)
+    if other != shape.num_experts:
+        reason = f"differs from num_experts {shape.num_experts}"
+        faults.append(Fault(f"{where}: num_local_experts", other, reason, copy))
+    used = shape.num_experts_per_tok
+    if used > shape.num_experts:
+        reason = f"is more than the number of experts, {shape.num_experts}"
+        faults.append(Fault(f"{where}: num_experts_per_tok", used, reason, copy))
+    if used == 1 and shape.norm_topk_prob:
+        reason = "a single expert's weight is scaled to 1, so that the router has no gradient and cannot be trained"
+        faults.append(
+            Fault(f"{where}: num_experts_per_tok", used, reason, "use a model with 2 experts or more a token")
         )
     return faults

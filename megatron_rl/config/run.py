@@ -66,6 +66,11 @@ class RunConfig:
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
+    def max_tokens_per_pass(self) -> int:
+        """Tokens of one forward pass: context parallelism spreads them over cp ranks."""
+        return self.actor.max_tokens_per_gpu * self.actor.cp
+
+    @property
     def mini_batch_size(self) -> int:
         """Prompts (SFT: sequences) of one optimizer step."""
         size = self.actor.ppo_mini_batch_size if self.is_rl else None
@@ -87,15 +92,15 @@ class Check:
 
 _WORLD = ("cluster.nnodes", "cluster.n_gpus_per_node")
 _MODEL_PARALLEL = ("actor.tp", "actor.pp", "actor.cp")
+_STAGES = ("actor.pp", "actor.num_layers_in_first_pipeline_stage", "actor.num_layers_in_last_pipeline_stage")
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 _BATCH = ("algorithm.name", "data.train_batch_size", "actor.ppo_mini_batch_size")
 _KL = ("algorithm.name", "actor.use_kl_loss", "algorithm.use_kl_in_reward")
 
 CHECKS: tuple[Check, ...] = (
-    Check(("actor.pp",), checks.pipeline),
-    Check(("actor.vpp",), checks.virtual_pipeline),
-    Check(("actor.cp",), checks.context_parallel),
-    Check(("actor.ep",), checks.expert_parallel),
+    Check(("actor.pp", "actor.vpp"), checks.virtual_pipeline),
+    Check(_STAGES, checks.uneven_pipeline),
+    Check((*_WORLD, "actor.tp", "actor.pp", "actor.ep", "actor.etp"), checks.expert_layout),
     Check(("critic.enable",), checks.critic),
     Check((*_WORLD, *_MODEL_PARALLEL), checks.actor_layout),
     Check((*_WORLD, "algorithm.name", "rollout.tp"), checks.engine_layout),
@@ -104,7 +109,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("actor.tp", "actor.sequence_parallel"), checks.sequence_parallel),
     Check(_BATCH, checks.mini_batches),
     Check((*_BATCH, *_WORLD, *_MODEL_PARALLEL, "rollout.n"), checks.ranks_have_work),
-    Check((*_LENGTHS, "actor.max_tokens_per_gpu"), checks.token_budget),
+    Check((*_LENGTHS, "actor.max_tokens_per_gpu", "actor.cp"), checks.token_budget),
     Check((*_LENGTHS, "algorithm.name", "rollout.max_model_len"), checks.engine_length),
     Check(("algorithm.name", "algorithm.adv_estimator", "rollout.n"), checks.group_size),
     Check(("algorithm.adv_estimator",), checks.adv_estimator),
@@ -127,6 +132,8 @@ CHECKS: tuple[Check, ...] = (
     Check(("model.path", "model.tokenizer_path"), files.tokenizer),
     Check((*_KL, "ref.path"), files.reference),
     Check(("model.path", "actor.tp"), files.tensor_parallel),
+    Check(("model.path", "actor.tp", "actor.ep", "actor.etp", "actor.sequence_parallel"), files.experts),
+    Check(("model.path", "actor.vpp", *_STAGES), files.pipeline_stages),
     Check(("model.path", "algorithm.name", "rollout.name"), files.head_dim),
     Check(("model.path", *_LENGTHS), files.positions),
     Check(("model.path", "algorithm.name", "rollout.max_model_len"), files.engine_positions),

@@ -275,6 +275,25 @@ def _sequence_parallel(work: _Work) -> None:
         work.place(work.latest[key], "actor.sequence_parallel", work.value(key))
 
 
+def _expert_split(work: _Work) -> None:
+    """verl splits each expert over tp ranks unless told otherwise; ours over none where ep is above 1."""
+    key, layout = ACTOR + "megatron.expert_tensor_parallel_size", ACTOR + "megatron."
+    value = work.value(key)
+    if (work.value(layout + "expert_model_parallel_size") or 1) == 1:
+        if key in work.latest and value in (None, 1):
+            work.accept(key, "with one expert-parallel rank everything is split over tp ranks")
+        elif key in work.latest:
+            work.place(work.latest[key], "actor.etp", value)
+        return
+    tp = work.value(layout + "tensor_model_parallel_size") or 1
+    if value is not None:
+        work.place(work.latest[key], "actor.etp", value)
+    elif "actor.etp" not in work.latest:
+        work.place(work.latest.get(key, Entry(key, None, "", -1)), "actor.etp", tp, note=_DEFAULT)
+    elif key in work.latest:
+        work.accept(key, "actor.etp decides")
+
+
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -360,6 +379,7 @@ _COMBINED: tuple[Callable[[_Work], None], ...] = (
     _betas,
     _min_lr,
     _sequence_parallel,
+    _expert_split,
     _reference_layout,
     _lengths,
     _greedy_validation,
@@ -373,6 +393,7 @@ _COMBINED_KEYS: tuple[str, ...] = (
     ACTOR + "optim.betas",
     ACTOR + "optim.min_lr",
     ACTOR + "megatron.sequence_parallel",
+    ACTOR + "megatron.expert_tensor_parallel_size",
     *(f"{REF}megatron.{name}" for name in _LAYOUT),
     REF + "megatron.sequence_parallel",
     ROLLOUT + "prompt_length",

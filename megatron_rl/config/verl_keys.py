@@ -99,6 +99,11 @@ SPECIAL: dict[str, tuple[str, dict[Any, Any]]] = {
     ACTOR + "optim.lr_warmup_steps": ("actor.optim.lr_warmup_steps", {-1: 0, None: 0}),
     ACTOR + "optim.min_lr_ratio": ("actor.optim.min_lr_ratio", {None: 0.0}),
     ACTOR + "megatron.virtual_pipeline_model_parallel_size": ("actor.vpp", {None: 1}),
+    **{
+        f"{ACTOR}{part}.{what}_offload": (f"actor.{what}_offload", {None: False})
+        for part in ("megatron", "fsdp_config")
+        for what in ("param", "grad", "optimizer")
+    },
     ROLLOUT + "top_k": ("rollout.top_k", {0: -1}),
     ROLLOUT + "val_kwargs.top_k": ("rollout.val.top_k", {0: -1}),
     "critic.enable": ("critic.enable", {None: False}),
@@ -141,9 +146,9 @@ def _is(*values: Any) -> Accepts:
     return lambda value: any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
-_OFFLOAD = "nothing is moved to the host here: same numbers, more memory"
+_OFFLOAD = "the reference stays on the device here: same numbers, more memory"
 _SPEED = "speed and memory only: same numbers"
-_PACKED = "sequences are always packed here, without padding"
+_PACKED = "sequences are packed here, without padding, unless actor.packing is false: same numbers"
 _PASS = "passes without gradients use actor.max_tokens_per_gpu: same numbers"
 _OFF = "off, as here"
 _TEXT = "text only here"
@@ -211,9 +216,6 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
     ACTOR + "load_weight": (_is(True), "weights are always loaded"),
     ACTOR + "router_replay.mode": (_is("disabled", None), _OFF),
     ACTOR + "qat.enable": (_unset, _OFF),
-    ACTOR + "fsdp_config.param_offload": (_unset, _OFF),
-    ACTOR + "fsdp_config.grad_offload": (_unset, _OFF),
-    ACTOR + "fsdp_config.optimizer_offload": (_unset, _OFF),
     ACTOR + "checkpoint.async_save": (_unset, _OFF),
     ACTOR + "optim.lr_warmup_steps_ratio": (_unset, "no warm-up by share, as here"),
     ACTOR + "optim.total_training_steps": (_is(-1, None), "the run's steps, as here"),
@@ -224,10 +226,6 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
     ACTOR + "optim.num_cycles": (_is(0.5, None), "half a cosine, as here"),
     ACTOR + "optim.use_checkpoint_opt_param_scheduler": (_unset, _OFF),
     ACTOR + "optim.override_optimizer_config": (_unset, _OFF),
-    ACTOR + "megatron.expert_tensor_parallel_size": (_is(1, None), "no experts"),
-    ACTOR + "megatron.param_offload": (_unset, _OFF),
-    ACTOR + "megatron.grad_offload": (_unset, _OFF),
-    ACTOR + "megatron.optimizer_offload": (_unset, _OFF),
     ACTOR + "megatron.use_dist_checkpointing": (_unset, _OFF),
     ACTOR + "megatron.dist_checkpointing_path": (_unset, _OFF),
     ACTOR + "megatron.dist_checkpointing_prefix": (_unset, _OFF),
@@ -269,7 +267,7 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
     ROLLOUT + "checkpoint_engine.update_weights_bucket_megabytes": (_any, _SPEED),
     ROLLOUT + "checkpoint_engine.backend": (_is("naive", None), "engines share the trainer's ranks, as here"),
     ROLLOUT + "data_parallel_size": (_is(1), "one engine a rank group, as here"),
-    ROLLOUT + "expert_parallel_size": (_is(1), "no experts"),
+    ROLLOUT + "expert_parallel_size": (_is(1), "each engine holds all experts, as here"),
     ROLLOUT + "pipeline_model_parallel_size": (_is(1), _OFF),
     ROLLOUT + "calculate_log_probs": (_any, "the engine's log-probabilities are always kept and compared"),
     ROLLOUT + "logprobs_mode": (_is("processed_logprobs", None), "at the sampling temperature, as here"),
@@ -362,11 +360,6 @@ CURES: dict[str, str] = {
     ACTOR + "optim.lr_warmup_steps_ratio": f"give {ACTOR}optim.lr_warmup_steps, a number of optimizer steps",
     ACTOR + "optim.min_lr": f"give {ACTOR}optim.min_lr_ratio, the last rate as a share of lr",
     ACTOR + "ulysses_sequence_parallel_size": "set it to 1: sequences are not split over ranks yet",
-    ACTOR + "fsdp_config.param_offload": "set it to false: offload is not offered yet",
-    ACTOR + "fsdp_config.optimizer_offload": "set it to false: offload is not offered yet",
-    ACTOR + "megatron.param_offload": "set it to false: offload is not offered yet",
-    ACTOR + "megatron.grad_offload": "set it to false: offload is not offered yet",
-    ACTOR + "megatron.optimizer_offload": "set it to false: offload is not offered yet",
     ROLLOUT + "multi_turn.enable": "set it to false: responses have one turn here",
     MODEL + "lora_rank": "set it to 0: LoRA is not offered yet",
     "algorithm.kl_ctrl.type": "write fixed: an adaptive KL coefficient is not offered yet",

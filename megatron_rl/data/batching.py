@@ -11,6 +11,9 @@ import torch
 from megatron_rl.errors import DataError
 from megatron_rl.types import RolloutGroup, TrainBatch
 
+# Karmarkar-Karp up to this many items x lists (some 50 ms); above, the quicker method.
+_DIFFERENCING_CELLS = 1 << 15
+
 MicroBatches = tuple[tuple[int, ...], ...]
 """Sequence numbers of each micro-batch of one rank"""
 
@@ -50,9 +53,7 @@ def collect_column(
     batch: TrainBatch, ranks: Sequence[Sequence[Sequence[int]]], parts: Sequence[Sequence[torch.Tensor]]
 ) -> torch.Tensor:
     """The inverse of select_micro_batches for one column: [dp][j] pieces -> [T], 0 for sequences in no micro-batch."""
-    starts = [0]
-    for length in batch.seq_lens:
-        starts.append(starts[-1] + length)
+    starts = batch.starts
     column = torch.zeros(batch.num_tokens, dtype=torch.float32)
     for micros, pieces in zip(ranks, parts, strict=True):
         for micro, piece in zip(micros, pieces, strict=True):
@@ -124,18 +125,65 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return [sorted(items) for _, items in heap[0][2]]
 
 
-def _micro_batches(
-    members: Sequence[int], seq_lens: Sequence[int], at_least: int, max_tokens: int, max_seqs: int
-) -> MicroBatches:
-    """Balanced micro-batches of `members`, at least `at_least` of them, each within both caps."""
+def longest_first(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Indices in num_parts lists of near-equal total cost: each item, from heavy to light, goes to the lightest list
+    (Graham 1969). O(n log n + n log k), where karmarkar_karp is O(n k log k); as good when lists are long.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0.0, part) for part in range(num_parts)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, part = heap[0]
+        parts[part].append(i)
+        heapq.heapreplace(heap, (load + costs[i], part))
+    return [sorted(parts[part]) for _, part in sorted(heap, reverse=True)]
+
+
+def balanced(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Indices in num_parts lists of near-equal total cost, heavy lists first (so that ranks which exchange tokens meet
+    at like work), by the better method that is quick at this size.
+    """
+    method = karmarkar_karp if len(costs) * num_parts <= _DIFFERENCING_CELLS else longest_first
+    return method(costs, num_parts)
+
+
+@dataclass(frozen=True)
+class _Caps:
+    """What a micro-batch may hold. packed: whether its sequences lie end to end or are padded to the longest."""
+
+    max_tokens: int
+    max_seqs: int
+    packed: bool
+
+    def admits(self, lens: Sequence[int]) -> bool:
+        tokens = sum(lens) if self.packed else len(lens) * max(lens, default=0)
+        return tokens <= self.max_tokens and len(lens) <= self.max_seqs
+
+
+def _micro_batches(members: Sequence[int], seq_lens: Sequence[int], at_least: int, caps: _Caps) -> MicroBatches:
+    """Balanced micro-batches of `members`, at least `at_least` of them, each within the caps."""
     tokens = sum(seq_lens[s] for s in members)
-    count = max(at_least, -(-tokens // max_tokens), -(-len(members) // max_seqs))
+    count = max(at_least, -(-tokens // caps.max_tokens), -(-len(members) // caps.max_seqs))
+    costs = [sequence_cost(seq_lens[s]) for s in members]
     while True:
-        parts = karmarkar_karp([sequence_cost(seq_lens[s]) for s in members], count)
-        fits = all(sum(seq_lens[members[i]] for i in part) <= max_tokens and len(part) <= max_seqs for part in parts)
-        if fits:
-            return tuple(tuple(members[i] for i in part) for part in parts)
+        parts = [[members[i] for i in part] for part in balanced(costs, count)]
+        if all(caps.admits([seq_lens[s] for s in part]) for part in parts):
+            return tuple(map(tuple, parts))
         count += 1
+
+
+def _common_count(
+    ranks: Sequence[Sequence[int]], seq_lens: Sequence[int], multiple: int, caps: _Caps
+) -> tuple[MicroBatches, ...]:
+    """Micro-batches of each rank, the same number on all, a multiple of `multiple`."""
+    count = multiple
+    plans: list[MicroBatches] = [()] * len(ranks)
+    while any(len(plan) != count for plan in plans):
+        for d, rank in enumerate(ranks):
+            if len(plans[d]) != count:
+                # Starting where the ranks before ended, so that most ranks are planned once.
+                plans[d] = _micro_batches(rank, seq_lens, count, caps)
+                count = -(-len(plans[d]) // multiple) * multiple
+    return tuple(plans)
 
 
 def plan_batches(
@@ -145,26 +193,26 @@ def plan_batches(
     dp: int,
     max_tokens: int,
     max_seqs: int | None = None,
+    multiple: int = 1,
+    packed: bool = True,
 ) -> BatchPlan:
     """Split sequences over mini-batches (given), data-parallel ranks and micro-batches (balanced here).
 
-    mini_of: [S] number of each sequence's mini-batch, from 0. Raises DataError where a sequence is longer than
-    max_tokens. Every sequence is in the plan exactly once.
+    mini_of: [S] number of each sequence's mini-batch, from 0. multiple: the number of micro-batches of a rank is a
+    multiple of this (an interleaved pipeline wants one of its stages). Raises DataError where a sequence is longer than
+    max_tokens. Every sequence is in the plan exactly once. packed: False counts every sequence of a micro-batch as
+    long as its longest.
     """
     longest = max(seq_lens, default=0)
     if longest > max_tokens:
         raise DataError(f"a sequence of {longest} tokens passes actor.max_tokens_per_gpu {max_tokens}; raise that")
-    cap = max_seqs or len(seq_lens) or 1
+    caps = _Caps(max_tokens, max_seqs or len(seq_lens) or 1, packed)
+    members: list[list[int]] = [[] for _ in range(max(mini_of, default=-1) + 1)]
+    for s, mini in enumerate(mini_of):
+        members[mini].append(s)
     minis = []
-    for mini in range(max(mini_of, default=-1) + 1):
-        members = [s for s, m in enumerate(mini_of) if m == mini]
-        parts = karmarkar_karp([sequence_cost(seq_lens[s]) for s in members], dp)
-        ranks = [[members[i] for i in part] for part in parts]
-        count = 1
-        while True:
-            plans = [_micro_batches(rank, seq_lens, count, max_tokens, cap) for rank in ranks]
-            count = max(len(plan) for plan in plans)
-            if all(len(plan) == count for plan in plans):
-                break
-        minis.append(tuple(plans))
+    for of_mini in members:
+        parts = balanced([sequence_cost(seq_lens[s]) for s in of_mini], dp)
+        ranks = [[of_mini[i] for i in part] for part in parts]
+        minis.append(_common_count(ranks, seq_lens, multiple, caps))
     return BatchPlan(tuple(minis))

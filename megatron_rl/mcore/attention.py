@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.mcore.packing import Packed
@@ -24,14 +25,17 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float
 ) -> torch.Tensor:
-    """SDPA over padded groups of like length. q [t, heads, d], k and v [t, kv_heads, d] -> [t, heads, d].
+    """SDPA over padded groups of like length. q [t, heads, d], k and v [cp t, kv_heads, d] -> [t, heads, d].
 
     Causality keeps pads, which lie right of the real tokens, out of every real token's sight.
     """
     outputs = []
     for group in packed.groups:
-        q, k, v = (x[group.index].transpose(1, 2) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        q = query[group.query_index].transpose(1, 2)
+        k, v = (x[group.key_index].transpose(1, 2) for x in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=scale, enable_gqa=True
+        )
         outputs.append(out.transpose(1, 2).flatten(0, 1)[group.real])
     return torch.cat(outputs)[packed.inverse]
 
@@ -76,6 +80,9 @@ class PackedAttention(MegatronModule):
         assert packed.cos is not None and packed.sin is not None
         query = apply_rotary(query, packed.cos, packed.sin)
         key = apply_rotary(key, packed.cos, packed.sin)
-        flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        if packed.kv_group is not None:
+            # Forward gathers along the tokens, backward adds the gradients up and hands each rank its part.
+            key, value = (gather_from_sequence_parallel_region(x, True, packed.kv_group) for x in (key, value))
+        flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and packed.kv_group is None
         attend = varlen_attention if flash else grouped_attention
         return attend(query, key, value, packed, self.scale).flatten(1)

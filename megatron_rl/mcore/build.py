@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.actor import ActorConfig, OptimConfig, ParallelConfig
-from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.layout import ModelShape, stage_layers
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.norm import RMSNorm
@@ -51,12 +50,24 @@ class Policy:
 
     shape: ModelShape
     config: TransformerConfig
+    parallel: ParallelConfig
     chunks: list[torch.nn.Module]
+
+    def layers(self, stage: int, chunk: int) -> range:
+        """Layers of a model chunk of a pipeline stage, by global number."""
+        parallel, shape = self.parallel, self.shape
+        first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+        return stage_layers(shape.num_layers, parallel.pp, parallel.vpp, first, last)[stage][chunk]
 
     @property
     def models(self) -> list[PolicyModel]:
         """The chunks without their data-parallel wrapper."""
         return [cast(PolicyModel, c.module if isinstance(c, DistributedDataParallel) else c) for c in self.chunks]
+
+    @property
+    def last_model(self) -> PolicyModel | None:
+        """The chunk that ends in the hidden states, on ranks of the last pipeline stage."""
+        return next((model for model in self.models if model.post_process), None)
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +99,9 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_dim,
+        qk_layernorm=shape.qk_norm,
         ffn_hidden_size=shape.ffn_size,
+        **_experts(shape, parallel),
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         activation_func=torch.nn.functional.silu,
@@ -99,7 +112,11 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         context_parallel_size=parallel.cp,
+        **_recompute(parallel.recompute),
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=DTYPES[dtype],
         pipeline_dtype=DTYPES[dtype],
@@ -130,17 +147,44 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
     )
 
 
+def _experts(shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
+    """Settings of layers with experts: every token reaches its experts, and nothing but the loss moves the router."""
+    if not shape.num_experts:
+        return {}
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        "moe_router_topk": shape.num_experts_per_tok,
+        # Softmax over the chosen experts alone equals softmax over all, scaled to sum to 1 over the chosen.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.expert_tp,
+    }
+
+
+def _recompute(mode: str) -> dict[str, Any]:
+    if mode == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]} if mode == "selective" else {}
+
+
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer with this package's norm and attention."""
-    spec: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
+def _layer_spec(shape: ModelShape, num_layers: int) -> TransformerBlockSubmodules:
+    """Megatron's local layer with this package's norm and attention, for one model chunk."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, normalization="RMSNorm")
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=cast(Any, RMSNorm))
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=cast(Any, RMSNorm))
 
 
 def build_policy(shape: ModelShape, parallel: ParallelConfig, dtype: str, device: torch.device) -> Policy:
@@ -148,19 +192,25 @@ def build_policy(shape: ModelShape, parallel: ParallelConfig, dtype: str, device
     config = transformer_config(shape, parallel, dtype)
     # Dropout is off and weights come from elsewhere: the seed only makes megatron's tracker exist.
     model_parallel_cuda_manual_seed(0)
-    with torch.device(device):
-        model = PolicyModel(
-            config=config,
-            transformer_layer_spec=_layer_spec(config),  # type: ignore[arg-type]
-            vocab_size=padded_vocab(shape, parallel.tp),
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            # PackedAttention applies RoPE itself.
-            position_embedding_type="none",
-        )
-    return Policy(shape, config, [model.to(device=device, dtype=DTYPES[dtype])])
+    policy = Policy(shape, config, parallel, [])
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    for chunk in range(parallel.vpp):
+        virtual = chunk if parallel.vpp > 1 else None
+        with torch.device(device):
+            model = PolicyModel(
+                config=config,
+                transformer_layer_spec=_layer_spec(shape, len(policy.layers(stage, chunk))),  # type: ignore[arg-type]
+                vocab_size=padded_vocab(shape, parallel.tp),
+                max_sequence_length=shape.max_position_embeddings,
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == parallel.pp - 1 and chunk == parallel.vpp - 1,
+                share_embeddings_and_output_weights=shape.tie_word_embeddings,
+                # PackedAttention applies RoPE itself.
+                position_embedding_type="none",
+                vp_stage=virtual,
+            )
+        policy.chunks.append(model.to(device=device, dtype=DTYPES[dtype]))
+    return policy
 
 
 def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trainable:
@@ -174,8 +224,10 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
         use_distributed_optimizer=actor.use_distributed_optimizer,
         overlap_grad_reduce=False,
     )
+    # Only the first chunk is asked to overlap its gradient buckets; the others have none to overlap with.
     chunks: list[torch.nn.Module] = [
-        DistributedDataParallel(policy.config, ddp_config, chunk) for chunk in policy.chunks
+        DistributedDataParallel(policy.config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(policy.chunks)
     ]
     optim = actor.optim
     optimizer = get_megatron_optimizer(
@@ -200,17 +252,17 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
     config: Any = policy.config
     config.finalize_model_grads_func = _finalize_without_token_count
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = _no_sync(chunks)
-    return Trainable(Policy(policy.shape, policy.config, chunks), optimizer, _scheduler(optimizer, optim, total_steps))
+    no_sync = [cast(Any, chunk).no_sync for chunk in chunks]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return Trainable(
+        Policy(policy.shape, policy.config, policy.parallel, chunks),
+        optimizer,
+        _scheduler(optimizer, optim, total_steps),
+    )
 
 
 def _finalize_without_token_count(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
-
-
-def _no_sync(chunks: list[torch.nn.Module]) -> Callable[[], Any]:
-    assert len(chunks) == 1
-    return cast(Any, chunks[0]).no_sync
 
 
 def _scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:

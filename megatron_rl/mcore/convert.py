@@ -1,4 +1,8 @@
-"""Hugging Face weights into a Megatron model and out again, block by block (the table is weights/spec.py)."""
+"""Hugging Face weights into a Megatron model and out again, block by block (the table is weights/spec.py).
+
+A model is a grid of chunks: pipeline stage x virtual chunk. Each chunk holds some layers, split over
+tensor-parallel ranks; experts are split over expert-parallel ranks instead.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,47 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_rl.config.layout import ModelShape
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.build import Policy
-from megatron_rl.parallel.groups import tp_group
+from megatron_rl.parallel.groups import expert_group, pp_group, tp_group
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.safetensors import WeightSource
 from megatron_rl.weights.spec import LocalParam, hf_shapes, megatron_params
 
 
-def local_params(shape: ModelShape, tp: int, tp_rank: int) -> list[LocalParam]:
-    """The parameters of tensor-parallel rank `tp_rank`, in HF order."""
+def chunk_params(policy: Policy, stage: int, chunk: int, tp_rank: int, expert_rank: int) -> list[LocalParam]:
+    """The parameters of one model chunk on one rank: tp_rank in tp_group, expert_rank in expert_group."""
+    parallel, shape = policy.parallel, policy.shape
+    ep_rank, etp_rank = divmod(expert_rank, parallel.expert_tp)
     return list(
         megatron_params(
             shape,
             FAMILIES[shape.architecture],
-            tp=tp,
+            tp=parallel.tp,
             tp_rank=tp_rank,
-            layers=range(shape.num_layers),
-            pre_process=True,
-            post_process=True,
+            layers=policy.layers(stage, chunk),
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == parallel.pp - 1 and chunk == parallel.vpp - 1,
+            ep=parallel.ep,
+            ep_rank=ep_rank,
+            etp=parallel.expert_tp,
+            etp_rank=etp_rank,
         )
     )
 
 
-def _checked_parameters(policy: Policy, params: list[LocalParam]) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters by name, after they were compared with the table. Raises CheckpointError naming each
-    fault.
-    """
-    (model,) = policy.models
-    held = dict(model.named_parameters())
+def _shards(policy: Policy, stage: int, chunk: int) -> Iterator[tuple[LocalParam, ...]]:
+    """Each parameter of one model chunk as the ranks that share it hold it, in the order of their group."""
+    by_tp = [chunk_params(policy, stage, chunk, rank, 0) for rank in range(policy.parallel.tp)]
+    experts = policy.parallel.ep * policy.parallel.expert_tp if policy.shape.num_experts else 1
+    by_expert = [chunk_params(policy, stage, chunk, 0, rank) for rank in range(experts)]
+    for of_tp, of_expert in zip(zip(*by_tp, strict=True), zip(*by_expert, strict=True), strict=True):
+        yield of_expert if of_expert[0].expert else of_tp
+
+
+def _checked_parameters(policy: Policy, chunk: int, params: list[LocalParam]) -> dict[str, torch.nn.Parameter]:
+    """The chunk's parameters by name, compared with the table. Raises CheckpointError naming each difference."""
+    held = dict(policy.models[chunk].named_parameters())
     expected = {param.name: param.shape for param in params}
     faults = [f"{name} is not in the table" for name in held if name not in expected]
     faults += [f"{name} is not in the model" for name in expected if name not in held]
@@ -59,15 +74,15 @@ def load_hf(policy: Policy, source: WeightSource) -> None:
     """
     shape = policy.shape
     source.check(hf_shapes(shape, FAMILIES[shape.architecture]))
-    group = tp_group()
-    params = local_params(shape, group.size(), group.rank())
-    held = _checked_parameters(policy, params)
-    for param in params:
-        target, at = held[param.name], 0
-        for block in param.blocks:
-            target[at : at + block.num_rows].copy_(source.read(block))
-            at += block.num_rows
-        target[at:].zero_()
+    for chunk in range(policy.parallel.vpp):
+        params = chunk_params(policy, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
+        held = _checked_parameters(policy, chunk, params)
+        for param in params:
+            target, at = held[param.name], 0
+            for block in param.blocks:
+                target[at : at + block.num_rows].copy_(source.read(block))
+                at += block.num_rows
+            target[at:].zero_()
 
 
 @torch.no_grad()
@@ -76,37 +91,77 @@ def export_hf(
     dtype: torch.dtype | None = None,
     of: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every HF tensor whole, in HF order, on every rank: a collective over the tensor-parallel group.
+    """Every HF tensor whole, chunk after chunk, on every rank: a collective over tensor-, expert- and pipeline-parallel
+    ranks.
 
     dtype: of the exported tensors; their own when not given. of: what of each parameter is exported, its value by
-    default (its main_grad, say, gives gradients in HF coordinates). Each tensor is new memory, never reused.
+    default (its main_grad, say, gives gradients in HF coordinates; with pipeline stages, say their dtype too). Each
+    tensor is new memory, never reused.
     """
-    group = tp_group()
-    tp, rank = group.size(), group.rank()
     shapes = hf_shapes(policy.shape, FAMILIES[policy.shape.architecture])
-    tables = [local_params(policy.shape, tp, r) for r in range(tp)]
-    held = _checked_parameters(policy, tables[rank])
-    for shards in zip(*tables, strict=True):
-        local = of(held[shards[rank].name])
-        local = local if dtype is None else local.to(dtype)
-        split = any(shard.blocks != shards[0].blocks for shard in shards)
-        parts = [local] if not split else [torch.empty_like(local) for _ in range(tp)]
-        if split:
-            torch.distributed.all_gather(parts, local.contiguous(), group=group)
-        yield from _assemble(shards[: len(parts)], parts, shapes)
+    stages, parallel = pp_group(), policy.parallel
+    done: set[str] = set()
+    for chunk in range(parallel.vpp):
+        for stage in range(parallel.pp):
+            held = None
+            if stages.rank() == stage:
+                params = chunk_params(policy, stage, chunk, tp_group().rank(), expert_group().rank())
+                held = _checked_parameters(policy, chunk, params)
+            for shards in _shards(policy, stage, chunk):
+                names = _names(shards)
+                # The last stage of a tied model holds a copy of the embedding, which was exported with the first stage.
+                if not done.issuperset(names):
+                    tensors = _gathered(shards, held, shapes, dtype, of) if held is not None else {}
+                    empty = torch.empty(0, dtype=dtype or policy.config.params_dtype, device=policy.device)
+                    yield from _from_stage(stage, list(names), tensors, shapes, empty)
+                done.update(names)
 
 
-def _assemble(
-    shards: tuple[LocalParam, ...], parts: list[torch.Tensor], shapes: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Put the blocks of all shards of one Megatron parameter where they belong in its HF tensors."""
-    names = list(dict.fromkeys(block.hf_name for block in shards[0].blocks))
-    whole = {name: parts[0].new_empty(shapes[name]) for name in names}
-    for shard, part in zip(shards, parts, strict=True):
+def _names(shards: tuple[LocalParam, ...]) -> dict[str, None]:
+    """The HF tensors that a parameter's shards are made of, in order."""
+    return dict.fromkeys(block.hf_name for shard in shards for block in shard.blocks)
+
+
+def _gathered(
+    shards: tuple[LocalParam, ...],
+    held: dict[str, torch.nn.Parameter],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype | None,
+    of: Callable[[torch.nn.Parameter], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The HF tensors of one Megatron parameter, from all ranks that share it."""
+    group = expert_group() if shards[0].expert else tp_group()
+    local = of(held[shards[group.rank()].name])
+    local = local if dtype is None else local.to(dtype)
+    split = any(shard.blocks != shards[0].blocks for shard in shards)
+    parts = [local] if not split else [torch.empty_like(local) for _ in shards]
+    if split:
+        torch.distributed.all_gather(parts, local.contiguous(), group=group)
+    whole = {name: local.new_empty(shapes[name]) for name in _names(shards)}
+    for shard, part in zip(shards[: len(parts)], parts, strict=True):
         at = 0
         for block in shard.blocks:
             target = whole[block.hf_name][slice(*block.rows)]
             target = target if block.cols is None else target[:, slice(*block.cols)]
             target.copy_(part[at : at + block.num_rows])
             at += block.num_rows
-    yield from whole.items()
+    return whole
+
+
+def _from_stage(
+    stage: int,
+    names: list[str],
+    tensors: dict[str, torch.Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    like: torch.Tensor,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stage's tensors on the ranks of all stages."""
+    group = pp_group()
+    for name in names:
+        tensor = tensors.get(name)
+        if group.size() > 1:
+            if tensor is None:
+                tensor = like.new_empty(shapes[name])
+            torch.distributed.broadcast(tensor, group_src=stage, group=group)
+        assert tensor is not None
+        yield name, tensor

@@ -32,6 +32,7 @@ def install() -> None:
     _redirect_devices()
     _stub_streams()
     _map_rng()
+    _take_uneven_parts()
     _patch_megatron()
 
 
@@ -90,7 +91,10 @@ class _NoStream:
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
-    wait_stream = wait_event = synchronize = record = record_event = wait = _nothing
+    def record_event(self, event: object = None) -> _NoStream:
+        return self
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
 
 
 def _stub_streams() -> None:
@@ -114,6 +118,37 @@ def _map_rng() -> None:
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+
+
+def _take_uneven_parts() -> None:
+    # gloo gathers and scatters parts of one size only; ranks that share experts (etp) hold different numbers of tokens.
+    dist: Any = torch.distributed
+    even_gather, even_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if all(part.shape == parts[0].shape for part in parts):
+            return even_gather(parts, tensor, group=group, **kwargs)
+        padded = tensor.new_zeros((max(part.shape[0] for part in parts), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        gathered = [torch.empty_like(padded) for _ in parts]
+        even_gather(gathered, padded, group=group)
+        for part, found in zip(parts, gathered, strict=True):
+            part.copy_(found[: part.shape[0]])
+        return None
+
+    def reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if all(part.shape == parts[0].shape for part in parts):
+            return even_scatter(output, parts, *args, **kwargs)
+        group = kwargs["group"]
+        for rank, part in enumerate(parts):
+            total = part.clone()
+            if total.numel():
+                dist.reduce(total, group_dst=rank, group=group)
+            if rank == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def _patch_megatron() -> None:

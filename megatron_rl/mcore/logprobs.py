@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy straight from hidden states, over a vocabulary split by tensor parallelism.
+"""Log-probability and entropy straight from hidden states, over a vocabulary split by tensor parallelism.
 
-Logits exist only a chunk of tokens at a time, forward and backward, and are never gathered over the vocabulary: a rank
-sends three numbers a token.
+Logits exist only a chunk of tokens at a time, forward and backward, in the model's precision, and are never gathered
+over the vocabulary: a rank sends four numbers a token, once for all chunks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.softmax import RowStats, logit_grads_, row_stats
+
 Group = torch.distributed.ProcessGroup
 
-# Logits of one chunk, in elements: 128 MiB in float32.
-_CHUNK_ELEMENTS = 1 << 25
+# Logits of one chunk: 768 tokens of a vocabulary of 152k in bfloat16, enough to keep a GPU's matrix units busy. The
+# backward pass takes twice as many: each of its chunks adds a whole weight gradient to the sum.
+_CHUNK_BYTES = 1 << 28
+# Chunks are whole tiles of a matrix product where they are longer than one.
+_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -28,78 +33,72 @@ class VocabShard:
     valid: int
     group: Group | None
 
+    def columns(self, targets: torch.Tensor) -> torch.Tensor:
+        """The row of each target here, -1 where it is on another rank."""
+        row = targets - self.start
+        return torch.where((row >= 0) & (row < self.valid), row, -1)
 
-def _sum_over_ranks(values: torch.Tensor, shard: VocabShard, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
-    if shard.group is not None and shard.group.size() > 1:
-        torch.distributed.all_reduce(values, op=op, group=shard.group)
-    return values
-
-
-def _chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, shard: VocabShard) -> torch.Tensor:
-    """[c, h] x [v, h] -> [c, v] float32 logits / temperature; padded rows are -inf."""
-    logits = torch.mm(hidden, weight.t()).float()
-    if temperature != 1.0:
-        logits.div_(temperature)
-    if shard.valid < weight.shape[0]:
-        logits[:, shard.valid :] = float("-inf")
-    return logits
+    def reduce(self, values: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+        """`values` combined in place over the ranks that hold the vocabulary."""
+        if self.group is not None and self.group.size() > 1 and values.numel():
+            torch.distributed.all_reduce(values, op=op, group=self.group)
+        return values
 
 
-def _local_targets(targets: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row of each target on this rank (0 where it is elsewhere), and whether it is here."""
-    row = targets - shard.start
-    here = (row >= 0) & (row < shard.valid)
-    return torch.where(here, row, 0), here
+def _chunks(num_tokens: int, weight: torch.Tensor, size: int) -> list[slice]:
+    """Tokens whose logits take at most `size` bytes; one empty chunk of no tokens."""
+    rows = max(1, size // (weight.shape[0] * weight.element_size()))
+    rows = rows // _TILE * _TILE or rows
+    return [slice(start, start + rows) for start in range(0, max(num_tokens, 1), rows)]
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, targets: Any, temperature: float, shard: VocabShard) -> Any:
-        chunk = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-        num_tokens = hidden.shape[0]
-        logprobs, entropy, log_z = (hidden.new_empty(num_tokens, dtype=torch.float32) for _ in range(3))
-        greedy = hidden.new_empty(num_tokens, dtype=torch.bool)
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, start + chunk)
-            logits = _chunk_logits(hidden[part], weight, temperature, shard)
-            peak = _sum_over_ranks(logits.max(dim=-1).values, shard, torch.distributed.ReduceOp.MAX)
-            row, here = _local_targets(targets[part], shard)
-            target = torch.where(here, logits.gather(1, row[:, None]).squeeze(1) - peak, 0.0)
-            shifted = logits.sub_(peak[:, None])
-            exp = shifted.exp()
-            weighted = torch.einsum("cv,cv->c", exp, shifted.masked_fill_(shifted == float("-inf"), 0.0))
-            total, weighted, target = _sum_over_ranks(torch.stack([exp.sum(-1), weighted, target]), shard)
-            log_total = total.log()
-            greedy[part] = target >= 0.0
-            logprobs[part] = target - log_total
-            entropy[part] = log_total - weighted / total
-            log_z[part] = log_total + peak
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.temperature, ctx.shard, ctx.chunk = temperature, shard, chunk
+        columns = shard.columns(targets)
+        stats = RowStats.cat(
+            [
+                row_stats(torch.mm(hidden[part], weight.t()), columns[part], shard.valid, temperature)
+                for part in _chunks(len(columns), weight, _CHUNK_BYTES)
+            ]
+        )
+        peak = shard.reduce(stats.peak.amax(dim=1), torch.distributed.ReduceOp.MAX)
+        target = torch.where(columns >= 0, stats.target - peak, 0.0)
+        total, weighted, target = shard.reduce(torch.stack([*stats.rescaled(peak), target]))
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, columns, log_total + peak, entropy)
+        ctx.temperature, ctx.shard = temperature, shard
+        greedy = target >= 0.0
         ctx.mark_non_differentiable(greedy)
-        return logprobs, entropy, greedy
+        ctx.set_materialize_grads(False)
+        return target - log_total, entropy, greedy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_logprobs, grad_entropy, _ = grads
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        hidden, weight, columns, log_z, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden)
         # Chunks add up in float32: half precision would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logp = _chunk_logits(hidden[part], weight, ctx.temperature, ctx.shard).sub_(log_z[part, None])
-            probs = logp.exp()
-            # d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + H)
-            logp.masked_fill_(logp == float("-inf"), 0.0).add_(entropy[part, None]).mul_(-grad_entropy[part, None])
-            grad_logits = probs.mul_(logp.sub_(grad_logprobs[part, None]))
-            row, here = _local_targets(targets[part], ctx.shard)
-            grad_logits.scatter_add_(1, row[:, None], torch.where(here, grad_logprobs[part], 0.0)[:, None])
-            if ctx.temperature != 1.0:
-                grad_logits.div_(ctx.temperature)
-            grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[part] = torch.mm(grad_logits, weight)
-            grad_weight += torch.mm(grad_logits.t(), hidden[part])
+        for part in _chunks(len(columns), weight, 2 * _CHUNK_BYTES):
+            grad_logits = logit_grads_(
+                torch.mm(hidden[part], weight.t()),
+                columns[part],
+                ctx.shard.valid,
+                ctx.temperature,
+                log_z=log_z[part],
+                entropy=entropy[part],
+                grad_logprobs=grad_logprobs[part],
+                grad_entropy=None if grad_entropy is None else grad_entropy[part],
+            )
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.t(), hidden[part])
+            else:
+                grad_weight += torch.mm(grad_logits.t(), hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
@@ -107,8 +106,7 @@ def linear_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, shard: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of each distribution, [n] float32, differentiable; and [n] bool,
-    whether the
-    target is the most likely id (what greedy sampling picks).
+    whether the target is the most likely id (what greedy sampling picks).
 
     hidden: [n, h], the same on all ranks of shard.group. weight: [v / tp, h], this rank's rows of the output matrix.
     targets: [n] int64 vocabulary ids. The distribution is softmax(hidden @ weight.T / temperature).

@@ -1,4 +1,11 @@
-"""Sequences end to end (THD) as one micro-batch: tokens, positions, and how attention walks over them."""
+"""Sequences end to end (THD) as one micro-batch: tokens, positions, and how attention walks over them.
+
+With context parallelism each sequence is padded to a multiple of 2 cp and cut into that many chunks; rank r holds
+chunks r and 2 cp - 1 - r ("zigzag": every rank gets an early and a late chunk, so that causal attention costs all ranks
+the same).
+
+Example, cp 2, a sequence of 8: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +27,15 @@ _SHORT = 32
 class AttentionGroup:
     """Sequences of like length that attention computes as one padded batch. Pads lie right of every real token.
 
-    index: [b, l] int64, packed position of each cell (pads repeat the sequence's first token).
-    real: [b * l] bool.
+    query_index: [b, q] int64, this rank's packed position of each cell (pads repeat the sequence's first token).
+    key_index: [b, k] int64, the same for keys, into the keys of all context-parallel ranks end to end.
+    real: [b * q] bool. mask: [b, 1, q, k] bool where key <= query, or None where plain causality says it (cp 1).
     """
 
-    index: torch.Tensor
+    query_index: torch.Tensor
+    key_index: torch.Tensor
     real: torch.Tensor
+    mask: torch.Tensor | None
 
 
 @dataclass
@@ -33,28 +43,71 @@ class Packed(PackedSeqParams):
     """Megatron's packed-sequence record with what this package's core attention needs besides."""
 
     cos: torch.Tensor | None = None
-    """[t, 1, head_dim] rotary cosines; positions restart in each sequence"""
+    """[t, 1, head_dim] rotary cosines at this rank's tokens; positions restart in each sequence"""
     sin: torch.Tensor | None = None
     groups: tuple[AttentionGroup, ...] = ()
     inverse: torch.Tensor | None = None
     """[t] int64: where each packed token lies in the groups' outputs end to end"""
+    kv_group: torch.distributed.ProcessGroup | None = None
+    """context-parallel ranks, whose keys and values are gathered; None for cp 1"""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. t tokens, n of them trained on."""
+    """One forward pass on this rank: t tokens, n of them predict a trained one."""
 
     tokens: torch.Tensor
     """[1, t] int64"""
     packed: Packed
     predictors: torch.Tensor
-    """[n] int64: positions whose output predicts a trained token (that token is the next one)"""
+    """[n] int64: positions here whose output predicts a trained token (that token is the next one of its sequence)"""
     targets: torch.Tensor
     """[n] int64: those tokens"""
     columns: dict[str, torch.Tensor]
     """name -> [n] float32, the batch's columns at those tokens"""
-    num_real_tokens: int
-    """Tokens without the padding sequence"""
+    trained: torch.Tensor
+    """[n] int64 on the CPU: those tokens' indices in the TrainBatch"""
+    num_tokens: int
+    """Tokens of the TrainBatch, over all context-parallel ranks"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of padded sequences lie, for one context-parallel rank. Pure index arithmetic.
+
+    Letters: S sequences, P padded tokens over all ranks, t = P / cp tokens here.
+    """
+
+    padded_lens: tuple[int, ...]
+    starts: torch.Tensor
+    """[S] first padded token of each sequence"""
+    owner: torch.Tensor
+    """[P] rank that holds each padded token"""
+    place: torch.Tensor
+    """[P] its position among that rank's tokens"""
+    held: torch.Tensor
+    """[t] padded tokens of this rank, in order"""
+    position: torch.Tensor
+    """[P] position within the sequence"""
+
+
+def zigzag_layout(padded_lens: Sequence[int], cp: int, rank: int) -> Layout:
+    """The layout of `rank`. Each length is a multiple of 2 cp (of 1 for cp 1)."""
+    lens = torch.tensor(list(padded_lens), dtype=torch.int64)
+    ends = torch.cumsum(lens, 0)
+    starts = ends - lens
+    sequence = torch.repeat_interleave(torch.arange(len(lens)), lens)
+    position = torch.arange(int(ends[-1])) - starts[sequence]
+    if cp == 1:
+        every = torch.arange(len(position))
+        return Layout(tuple(padded_lens), starts, torch.zeros_like(every), every, every, position)
+    chunk_len = (lens // (2 * cp))[sequence]
+    chunk = position // chunk_len
+    late = chunk >= cp
+    owner = torch.where(late, 2 * cp - 1 - chunk, chunk)
+    place = (starts // cp)[sequence] + position % chunk_len + torch.where(late, chunk_len, 0)
+    held = (owner == rank).nonzero().squeeze(-1)
+    return Layout(tuple(padded_lens), starts, owner, place, held, position)
 
 
 def plan_groups(seq_lens: Sequence[int]) -> list[list[int]]:
@@ -73,66 +126,108 @@ def plan_groups(seq_lens: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _attention_groups(seq_lens: Sequence[int], starts: torch.Tensor) -> tuple[tuple[AttentionGroup, ...], torch.Tensor]:
+def _padded_cells(starts: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b] starts and lengths -> [b, longest] indices (pads repeat the start), and which cells are real."""
+    offset = torch.arange(int(lens.max()))
+    real = offset[None, :] < lens[:, None]
+    return starts[:, None] + torch.where(real, offset[None, :], 0), real
+
+
+def attention_groups(layout: Layout, cp: int) -> tuple[tuple[AttentionGroup, ...], torch.Tensor]:
+    """All groups of one rank, and the order that brings their outputs back into packed order."""
+    lens = torch.tensor(layout.padded_lens)
+    held_position = layout.position[layout.held]
+    tokens_here = len(layout.held)
     groups, flat = [], []
-    for members in plan_groups(seq_lens):
-        lens = torch.tensor([seq_lens[s] for s in members])
-        offset = torch.arange(int(lens.max()))
-        real = offset[None, :] < lens[:, None]
-        index = starts[torch.tensor(members)][:, None] + torch.where(real, offset[None, :], 0)
-        groups.append(AttentionGroup(index=index, real=real.reshape(-1)))
-        flat.append(index.reshape(-1)[real.reshape(-1)])
+    for members in plan_groups(layout.padded_lens):
+        picked = torch.tensor(members)
+        query, real = _padded_cells(layout.starts[picked] // cp, lens[picked] // cp)
+        key, key_real = _padded_cells(layout.starts[picked], lens[picked])
+        mask = None
+        if cp > 1:
+            key_position = torch.where(key_real, layout.position[key], int(lens.max()))
+            mask = (key_position[:, None, :] <= held_position[query][:, :, None])[:, None]
+            key = layout.owner[key] * tokens_here + layout.place[key]
+        groups.append(AttentionGroup(query, key, real.reshape(-1), mask))
+        flat.append(query.reshape(-1)[real.reshape(-1)])
     return tuple(groups), torch.argsort(torch.cat(flat))
 
 
 def rotary(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of RoPE (Su et al. 2021), half-rotated layout: [t] -> two [t, 1, head_dim] float32."""
-    inverse_freq = 1.0 / theta ** (
-        torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    )
-    angles = positions.float()[:, None] * inverse_freq[None, :]
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions.float()[:, None] * (1.0 / theta**exponent)[None, :]
     angles = torch.cat([angles, angles], dim=-1)[:, None, :]
     return angles.cos(), angles.sin()
 
 
-def pack(
-    batch: TrainBatch, *, head_dim: int, rope_theta: float, device: torch.device, multiple: int = 1, pad_id: int = 0
-) -> MicroBatch:
-    """TrainBatch -> MicroBatch on `device`.
+def _padded_lens(seq_lens: Sequence[int], cp: int, split: int, uniform: bool) -> list[int]:
+    """Lengths that cp cuts evenly, with a sequence of padding where t would not divide by `split`."""
+    unit = 2 * cp if cp > 1 else 1
+    wanted = [max(seq_lens, default=0)] * len(seq_lens) if uniform else seq_lens
+    lens = [-(-length // unit) * unit for length in wanted]
+    padding = 0 if lens else unit
+    while (sum(lens) + padding) // cp % split:
+        padding += unit
+    return [*lens, padding] if padding else lens
 
-    multiple: t is padded to a multiple of this (sequence parallelism splits t) by one sequence of pad_id that
-    nothing is trained on. A batch without sequences becomes one padding sequence, so that all ranks make the same
-    passes.
+
+def pack(
+    batch: TrainBatch,
+    *,
+    head_dim: int,
+    rope_theta: float,
+    device: torch.device,
+    split: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
+    kv_group: torch.distributed.ProcessGroup | None = None,
+    uniform: bool = False,
+) -> MicroBatch:
+    """TrainBatch -> this rank's MicroBatch on `device`.
+
+    split: the rank's t tokens are padded to a multiple of this (sequence parallelism splits t). A batch without
+    sequences becomes one sequence of padding, so that all ranks make the same passes. Nothing is trained on padding.
+    uniform: pad every sequence to the longest, as a rectangular batch is (for comparison with packing).
     """
-    seq_lens = list(batch.seq_lens)
-    total = batch.num_tokens
-    padding = -total % multiple if total else max(multiple, 1)
-    if padding:
-        seq_lens.append(padding)
-    lens = torch.tensor(seq_lens)
-    starts = torch.cumsum(lens, 0) - lens
-    positions = torch.arange(total + padding) - torch.repeat_interleave(starts, lens)
-    tokens = torch.cat([batch.tokens, torch.full((padding,), pad_id)])
+    lens = _padded_lens(batch.seq_lens, cp, split, uniform)
+    layout = zigzag_layout(lens, cp, cp_rank)
+    real = torch.tensor(batch.seq_lens, dtype=torch.int64)
+    within = torch.arange(batch.num_tokens) - torch.repeat_interleave(torch.cumsum(real, 0) - real, real)
+    padded = torch.repeat_interleave(layout.starts[: len(real)], real) + within
+    tokens = torch.zeros(sum(lens), dtype=torch.int64)
+    tokens[padded] = batch.tokens
     trained = batch.loss_mask.nonzero().squeeze(-1)
-    groups, inverse = _attention_groups(seq_lens, starts)
-    cos, sin = rotary(positions.to(device), head_dim, rope_theta)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lens, 0)]).to(device, torch.int32)
+    predictor = padded[trained] - 1
+    here = layout.owner[predictor] == cp_rank
+    trained, predictor = trained[here], predictor[here]
+    groups, inverse = attention_groups(layout, cp)
+    cos, sin = rotary(layout.position[layout.held].to(device), head_dim, rope_theta)
+    ends = torch.cumsum(torch.tensor(lens) // cp, 0)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
     packed = Packed(
         qkv_format="thd",  # type: ignore[arg-type]
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(seq_lens),
-        max_seqlen_kv=max(seq_lens),
+        max_seqlen_q=max(lens) // cp,
+        max_seqlen_kv=max(lens) // cp,
         cos=cos,
         sin=sin,
-        groups=tuple(AttentionGroup(group.index.to(device), group.real.to(device)) for group in groups),
+        groups=tuple(_to(group, device) for group in groups),
         inverse=inverse.to(device),
+        kv_group=kv_group,
     )
     return MicroBatch(
-        tokens=tokens[None, :].to(device),
+        tokens=tokens[layout.held][None, :].to(device),
         packed=packed,
-        predictors=(trained - 1).to(device),
+        predictors=layout.place[predictor].to(device),
         targets=batch.tokens[trained].to(device),
         columns={name: column[trained].to(device) for name, column in batch.columns.items()},
-        num_real_tokens=total,
+        trained=trained,
+        num_tokens=batch.num_tokens,
     )
+
+
+def _to(group: AttentionGroup, device: torch.device) -> AttentionGroup:
+    mask = None if group.mask is None else group.mask.to(device)
+    return AttentionGroup(group.query_index.to(device), group.key_index.to(device), group.real.to(device), mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megatron_rl.mcore.build import Policy, Trainable
 from megatron_rl.mcore.logprobs import linear_logprobs
 from megatron_rl.mcore.packing import MicroBatch, pack
 from megatron_rl.parallel.collectives import reduce_metrics
-from megatron_rl.parallel.groups import dp_cp_group
+from megatron_rl.parallel.groups import cp_group, dp_cp_group
 from megatron_rl.types import Metric, StepReport, TrainBatch
 
 TokenLoss = Callable[
@@ -27,15 +28,19 @@ TokenLoss = Callable[
 
 def pack_all(policy: Policy, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
     """Micro-batches on the model's device, padded as sequence parallelism needs."""
-    config, shape = policy.config, policy.shape
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    parallel, shape = policy.parallel, policy.shape
+    context = cp_group()
     return [
         pack(
             batch,
             head_dim=shape.head_dim,
             rope_theta=shape.rope_theta,
             device=policy.device,
-            multiple=multiple,
+            split=parallel.tp if parallel.sequence_parallel else 1,
+            cp=parallel.cp,
+            cp_rank=context.rank(),
+            kv_group=context if parallel.cp > 1 else None,
+            uniform=not parallel.packing,
         )
         for batch in batches
     ]
@@ -58,8 +63,10 @@ def _head(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, temperature: 
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
+    model = policy.last_model
+    assert model is not None, "only the last pipeline stage has a head"
     rows = hidden.squeeze(1).index_select(0, micro.predictors)
-    return linear_logprobs(rows, policy.models[-1].head_weight(), micro.targets, temperature, policy.vocab_shard())
+    return linear_logprobs(rows, model.head_weight(), micro.targets, temperature, policy.vocab_shard())
 
 
 def _run(
@@ -73,7 +80,8 @@ def _run(
 
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micros),
+        # Each chunk of an interleaved schedule walks through the micro-batches by itself.
+        data_iterator=[iter(micros) for _ in policy.chunks],
         model=policy.chunks,
         num_microbatches=len(micros),
         seq_length=max(micro.tokens.shape[1] for micro in micros),
@@ -88,7 +96,8 @@ def forward_logprobs(
 ) -> list[dict[str, torch.Tensor]]:
     """Per micro-batch {"logprobs", "entropy", "greedy"}, each [T] float32 on the CPU, 0 where loss_mask is False.
 
-    batches: this data-parallel rank's micro-batches. The distribution is softmax(logits / temperature).
+    batches: this data-parallel rank's micro-batches. The distribution is softmax(logits / temperature). Ranks of other
+    pipeline stages than the last get an empty list.
     """
 
     def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
@@ -97,17 +106,27 @@ def forward_logprobs(
 
     for chunk in policy.chunks:
         chunk.eval()
-    found = _run(policy, pack_all(policy, batches), loss_of, forward_only=True)
-    return [
-        {name: _scatter(batch, values) for name, values in zip(("logprobs", "entropy", "greedy"), columns, strict=True)}
-        for batch, columns in zip(batches, found, strict=True)
-    ]
+    micros = pack_all(policy, batches)
+    found = _run(policy, micros, loss_of, forward_only=True)
+    names = ("logprobs", "entropy", "greedy")
+    columns = [_columns(micros, [values[i] for values in found]) for i in range(len(names))]
+    return [dict(zip(names, of_micro, strict=True)) for of_micro in zip(*columns, strict=True)]
 
 
-def _scatter(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
-    column = torch.zeros(batch.num_tokens, dtype=torch.float32)
-    column[batch.loss_mask] = values.float().cpu()
-    return column
+def _columns(micros: Sequence[MicroBatch], found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Values [n] at the tokens that this rank predicts -> [T] float32 columns on the CPU, whole on every rank."""
+    if not found:
+        return []
+    columns = []
+    for micro, values in zip(micros, found, strict=True):
+        column = torch.zeros(micro.num_tokens, dtype=torch.float32, device=values.device)
+        columns.append(column.index_put_((micro.trained.to(values.device),), values.float()))
+    group = cp_group()
+    if group.size() > 1:
+        whole = torch.cat(columns)
+        torch.distributed.all_reduce(whole, group=group)
+        columns = list(whole.split([micro.num_tokens for micro in micros]))
+    return [column.cpu() for column in columns]
 
 
 def _add(found: Sequence[tuple[dict[str, torch.Tensor], dict[str, float]]]) -> dict[str, Metric]:
@@ -127,7 +146,8 @@ def train_step(
 
     The loss is sum(loss_weights * token_loss) over all tokens of all ranks. The column loss_weights holds global
     denominators, so neither the split into micro-batches nor the number of ranks changes the gradient.
-    Returns the report and, per micro-batch, the log-probabilities [T] that the update started from.
+    Returns the report and, per micro-batch, the log-probabilities [T] that the update started from; both come from the
+    last pipeline stage (elsewhere the report has no metrics, a loss of NaN, and the list is empty).
     """
     policy = trainable.policy
     for chunk in policy.chunks:
@@ -148,12 +168,16 @@ def train_step(
             ({n: v.detach().clone() for n, v in sums.items()}, counts, logprobs.detach()),
         )
 
-    found = _run(policy, pack_all(policy, batches), loss_of, forward_only=False)
+    micros = pack_all(policy, batches)
+    found = _run(policy, micros, loss_of, forward_only=False)
     trainable.scheduler.step(increment=1)
     lr = trainable.optimizer.param_groups[0]["lr"]
     outcome: Any = trainable.optimizer.step()
     updated, grad_norm, _ = outcome
     assert updated, "the optimizer skipped a step: gradients are not finite"
-    total = reduce_metrics(_add([(sums, counts) for sums, counts, _ in found]), dp_cp_group())
-    report = StepReport(loss=total.pop("loss").total, grad_norm=float(grad_norm), lr=lr, metrics=total)
-    return report, [_scatter(batch, logprobs) for batch, (_, _, logprobs) in zip(batches, found, strict=True)]
+    logprobs = _columns(micros, [values for _, _, values in found])
+    report = StepReport(loss=float("nan"), grad_norm=float(grad_norm), lr=lr)
+    if found:
+        total = reduce_metrics(_add([(sums, counts) for sums, counts, _ in found]), dp_cp_group())
+        report = replace(report, loss=total.pop("loss").total, metrics=total)
+    return report, logprobs

@@ -25,8 +25,8 @@ def init_process_group(rank: int, world: int, device: str, timeout_s: float = 60
     )
 
 
-def init_model_parallel(topology: Topology) -> None:
-    """Build megatron's groups for `topology` over the default process group.
+def init_model_parallel(topology: Topology, vpp: int = 1) -> None:
+    """Build megatron's groups for `topology` over the default process group. vpp: model chunks of a pipeline stage.
 
     Raises RuntimeError where megatron already holds groups of another shape: a process has one layout.
     """
@@ -34,27 +34,50 @@ def init_model_parallel(topology: Topology) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=topology.tp,
             pipeline_model_parallel_size=topology.pp,
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             context_parallel_size=topology.cp,
+            expert_model_parallel_size=topology.ep,
+            expert_tensor_parallel_size=topology.expert_tp,
             create_gloo_process_groups=False,
         )
     rank = torch.distributed.get_rank()
-    at = topology.coords(rank)
+    at, expert = topology.coords(rank), topology.expert_coords(rank)
     seen = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_data_parallel_rank(),
     )
-    if seen != (at.tp, at.cp, at.dp, at.pp):
+    wanted = (at.tp, at.cp, at.dp, at.pp, expert.etp, expert.ep, expert.edp)
+    if seen != wanted:
         raise RuntimeError(
-            f"rank {rank}: megatron places it at (tp, cp, dp, pp) = {seen}, the topology at "
-            f"{(at.tp, at.cp, at.dp, at.pp)}; a process cannot change its layout, start new ones"
+            f"rank {rank}: megatron places it at (tp, cp, dp, pp, etp, ep, edp) = {seen}, the topology at "
+            f"{wanted}; a process cannot change its layout, start new ones"
         )
 
 
 def tp_group() -> torch.distributed.ProcessGroup:
     """This rank's tensor-parallel group."""
     return cast(torch.distributed.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def cp_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold other parts of the same sequences."""
+    return cast(torch.distributed.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def expert_group() -> torch.distributed.ProcessGroup:
+    """The ranks that together hold one copy of this stage's experts, in the order ep rank, then etp rank."""
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    return cast(torch.distributed.ProcessGroup, group)
+
+
+def pp_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold other layers of the same model."""
+    return cast(torch.distributed.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
 def dp_cp_group() -> torch.distributed.ProcessGroup:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.rollout.engine import EngineSettings, Request, Sample, Sampling, check_requests
+
+
+def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """A model's tensors, or gradients, by the names that its checkpoints have; views, not copies.
+
+    The names differ for experts: transformers holds those of a layer as one gate_up_proj [experts, 2 f, h] and one
+    down_proj [experts, h, f], and calls Mixtral's layer mlp too.
+    """
+    gate, up, down, mlp = ("gate_proj", "up_proj", "down_proj", "mlp")
+    if model_type == "mixtral":
+        gate, up, down, mlp = ("w1", "w3", "w2", "block_sparse_moe")
+    views: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        place, _, fused = name.partition(".mlp.experts.")
+        if tensor.dim() != 3:
+            views[name.replace(".mlp.", f".{mlp}.")] = tensor
+            continue
+        for expert, one in enumerate(tensor):
+            parts = zip((gate, up), one.chunk(2), strict=True) if fused == "gate_up_proj" else [(down, one)]
+            views.update({f"{place}.{mlp}.experts.{expert}.{part}.weight": value for part, value in parts})
+    return views
 
 
 class HfEngine:
@@ -87,7 +108,7 @@ class HfEngine:
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See RolloutEngine. RolloutError naming each tensor that the model lacks or did not get."""
-        held = dict(self._model.named_parameters())
+        held = checkpoint_views(dict(self._model.named_parameters()), self._model.config.model_type)
         left = set(held)
         for name, tensor in tensors:
             if name not in held:

@@ -60,6 +60,27 @@ def _keep_plain_weights() -> None:
     custom_ops._supports_onednn = False
 
 
+def _pack_experts_again() -> None:
+    """Make vLLM's CPU build pack experts for its kernel on each load.
+
+    It packs and pads them on the first load alone: after a reload the kernel would take unpacked weights as packed.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    method: Any = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    assert hasattr(method, "_setup_kernel"), "this vLLM build packs experts in a way that is not known here"
+    setup = method._setup_kernel
+    if getattr(setup, "packs_again", False):
+        return
+
+    def setup_afresh(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.moe_kernel = None
+        setup(self, *args, **kwargs)
+
+    setup_afresh.packs_again = True  # type: ignore[attr-defined]
+    method._setup_kernel = setup_afresh
+
+
 class VllmEngine:
     """One vLLM engine on one rank. Weights start as noise: `update_weights` must come first."""
 
@@ -72,6 +93,7 @@ class VllmEngine:
         on_cpu = settings.device == "cpu"
         if on_cpu:
             _keep_plain_weights()
+            _pack_experts_again()
         self._can_sleep = settings.free_cache_engine and not on_cpu
         arguments: dict[str, Any] = {
             "model": settings.model_path,

@@ -21,7 +21,7 @@ from megatron_rl.algos.kl import KL_ESTIMATORS
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig
-from megatron_rl.data.batching import BatchPlan, collect_column, from_rollouts, plan_batches, select_micro_batches
+from megatron_rl.data.batching import BatchPlan, collect_column, from_rollouts, select_micro_batches
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.stream import Stream, steps_per_epoch
@@ -31,7 +31,7 @@ from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers import report
-from megatron_rl.trainers.placement import start_policy
+from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
 from megatron_rl.workers.policy import UpdateResult
 
@@ -126,14 +126,7 @@ class GrpoTrainer:
     def assemble(self, groups: list[RolloutGroup]) -> dict[str, Any]:
         """Pack the rollouts, and plan which sequence goes to which mini-batch, rank and micro-batch."""
         batch, group_ids = from_rollouts(groups)
-        actor = self.cfg.actor
-        plan = plan_batches(
-            batch.seq_lens,
-            (group_ids // self.cfg.mini_batch_size).tolist(),
-            dp=self.cfg.dp_size,
-            max_tokens=actor.max_tokens_per_gpu,
-            max_seqs=actor.ppo_micro_batch_size_per_gpu,
-        )
+        plan = plan_for(self.cfg, batch.seq_lens, (group_ids // self.cfg.mini_batch_size).tolist())
         return {"batch": batch, "group_ids": group_ids, "plan": plan}
 
     def reward(self, groups: list[RolloutGroup]) -> list[RewardResult]:

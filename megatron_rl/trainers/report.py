@@ -10,7 +10,7 @@ import torch
 from megatron_rl.algos.advantages import flat_groups
 from megatron_rl.algos.correction import mismatch_metrics
 from megatron_rl.rewards.base import RewardResult
-from megatron_rl.types import Metric, RolloutGroup, StepReport
+from megatron_rl.types import Metric, OffloadReport, RolloutGroup, StepReport
 
 _POLICY_NAMES = {
     "clip_frac": "policy/clip_frac",
@@ -41,6 +41,7 @@ def grpo_metrics(
         "groups/dropped": float((~kept).sum()) / len(groups[0].rollouts),
     }
     metrics |= update_metrics([update.report for update in values["updates"]])
+    metrics |= sum((update.offload for update in values["updates"]), OffloadReport()).metrics()
     trainer_logprobs = values["train_logprobs"] if on_policy else values["old_logprobs"]
     seen = batch.loss_mask & kept[batch.segment_ids()] if on_policy else batch.loss_mask
     metrics |= mismatch_metrics(trainer_logprobs[seen], batch.columns["rollout_logprobs"][seen])

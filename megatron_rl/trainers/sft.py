@@ -12,12 +12,12 @@ import torch
 
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.config.run import RunConfig
-from megatron_rl.data.batching import BatchPlan, collect_column, plan_batches, select_micro_batches
+from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_batches
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import SftSample, SftSet, load_sft
 from megatron_rl.data.stream import Stream, steps_per_epoch
 from megatron_rl.trainers import report
-from megatron_rl.trainers.placement import start_policy
+from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.types import TrainBatch
 from megatron_rl.workers.policy import UpdateResult
 
@@ -109,14 +109,7 @@ class SftTrainer:
         }
 
     def _plan(self, batch: TrainBatch) -> BatchPlan:
-        actor = self.cfg.actor
-        return plan_batches(
-            batch.seq_lens,
-            [0] * batch.num_sequences,
-            dp=self.cfg.dp_size,
-            max_tokens=actor.max_tokens_per_gpu,
-            max_seqs=actor.ppo_micro_batch_size_per_gpu,
-        )
+        return plan_for(self.cfg, batch.seq_lens, [0] * batch.num_sequences)
 
     def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
         """None: nothing is sampled."""

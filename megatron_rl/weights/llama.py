@@ -13,8 +13,9 @@ ATTENTION = (
     ),
     Rule("self_attention.linear_proj.weight", "cols", ("self_attn.o_proj.weight",)),
 )
+MLP_NORM = Rule("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",))
 MLP = (
-    Rule("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",)),
+    MLP_NORM,
     Rule("mlp.linear_fc1.weight", "gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     Rule("mlp.linear_fc2.weight", "cols", ("mlp.down_proj.weight",)),
 )

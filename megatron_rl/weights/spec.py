@@ -6,6 +6,11 @@ exporting and resharding all read this one table.
 Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. Megatron's linear_qkv.weight on that
 rank is
     q_proj rows 16:32, k_proj rows 8:16, v_proj rows 8:16       (group 1 of 2: its 2 query heads, its key, its value)
+
+Experts have a split of their own: ep ranks hold different experts, etp ranks hold parts of the same ones.
+
+Example: 8 experts of inner size 24, ep 4, etp 2, expert rank (1, 1): local_experts.0.linear_fc1.weight is
+    experts.2.gate_proj rows 12:24, experts.2.up_proj rows 12:24
 """
 
 from __future__ import annotations
@@ -36,23 +41,37 @@ class Block:
 class LocalParam:
     """One rank's parameter: its Megatron name, its shape, and its blocks from top to bottom.
 
-    Rows past the last block are padding (a vocabulary that TP does not divide) and hold zeros.
+    Rows past the last block are padding (a vocabulary that TP does not divide) and hold zeros. expert: the ranks that
+    share it are those of ep and etp, else those of tp.
     """
 
     name: str
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
+    expert: bool = False
 
 
 @dataclass(frozen=True)
 class Rule:
     """One line of a family's table: a Megatron parameter, how it is fused and split, and the HF tensors it is made
     of.
+
+    A `*` in the names stands for an expert: in HF names its number, in Megatron's its number among its rank's experts.
     """
 
     megatron: str
     kind: Kind
     hf: tuple[str, ...]
+
+    @property
+    def expert(self) -> bool:
+        """There is one such parameter for each expert."""
+        return "*" in self.megatron
+
+    def of_expert(self, number: int, local: int) -> Rule:
+        """The rule of one expert; itself where it has none."""
+        hf = tuple(name.replace("*", str(number)) for name in self.hf)
+        return Rule(self.megatron.replace("*", str(local)), self.kind, hf)
 
 
 @dataclass(frozen=True)
@@ -75,13 +94,24 @@ def hf_shapes(shape: ModelShape, family: Family) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor of the model, in export order. Tied models have no output tensor."""
     shapes: dict[str, tuple[int, ...]] = {family.embedding.hf[0]: (shape.vocab_size, shape.hidden_size)}
     for layer in range(shape.num_layers):
-        for rule in family.layer:
+        for rule, _ in _layer_rules(family, range(shape.num_experts)):
             for hf_name, hf_shape in zip(rule.hf, _rule_shapes(rule, shape), strict=True):
                 shapes[f"model.layers.{layer}.{hf_name}"] = hf_shape
     shapes[family.final_norm.hf[0]] = (shape.hidden_size,)
     if not shape.tie_word_embeddings:
         shapes[family.output.hf[0]] = (shape.vocab_size, shape.hidden_size)
     return shapes
+
+
+def _layer_rules(family: Family, experts: range) -> Iterator[tuple[Rule, bool]]:
+    """The rules of a layer, those of experts once for each of `experts`; and whether it is one of these."""
+    for rule in family.layer:
+        if not rule.expert:
+            yield rule, False
+    for local, number in enumerate(experts):
+        for rule in family.layer:
+            if rule.expert:
+                yield rule.of_expert(number, local), True
 
 
 def _rule_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
@@ -96,9 +126,10 @@ def _rule_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
         inner = q_rows if "self_attention" in rule.megatron else shape.ffn_size
         return [(shape.hidden_size, inner)]
     assert rule.kind == "whole", rule
-    return [
-        (shape.head_dim if "q_layernorm" in rule.megatron or "k_layernorm" in rule.megatron else shape.hidden_size,)
-    ]
+    if "router" in rule.megatron:
+        return [(shape.num_experts, shape.hidden_size)]
+    of_head = "q_layernorm" in rule.megatron or "k_layernorm" in rule.megatron
+    return [(shape.head_dim if of_head else shape.hidden_size,)]
 
 
 def _share(size: int, tp: int, rank: int) -> tuple[int, int]:
@@ -107,6 +138,7 @@ def _share(size: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def _layer_blocks(rule: Rule, names: list[str], shape: ModelShape, tp: int, rank: int) -> tuple[Block, ...]:
+    """Blocks of a layer's parameter on rank `rank` of the tp ranks that share it."""
     shapes = _rule_shapes(rule, shape)
     cols = [(0, hf_shape[1]) if len(hf_shape) == 2 else None for hf_shape in shapes]
     if rule.kind == "whole":
@@ -125,10 +157,10 @@ def _layer_blocks(rule: Rule, names: list[str], shape: ModelShape, tp: int, rank
     return tuple(blocks)
 
 
-def _local(name: str, blocks: tuple[Block, ...], rows: int | None = None) -> LocalParam:
+def _local(name: str, blocks: tuple[Block, ...], rows: int | None = None, expert: bool = False) -> LocalParam:
     rows = sum(block.num_rows for block in blocks) if rows is None else rows
     cols = blocks[0].cols
-    return LocalParam(name, (rows,) if cols is None else (rows, cols[1] - cols[0]), blocks)
+    return LocalParam(name, (rows,) if cols is None else (rows, cols[1] - cols[0]), blocks, expert)
 
 
 def _vocab(rule: Rule, shape: ModelShape, tp: int, rank: int) -> LocalParam:
@@ -147,20 +179,28 @@ def megatron_params(
     layers: range,
     pre_process: bool,
     post_process: bool,
+    ep: int = 1,
+    ep_rank: int = 0,
+    etp: int = 1,
+    etp_rank: int = 0,
 ) -> Iterator[LocalParam]:
     """Every parameter of one model chunk on one rank, in HF order.
 
     layers: the chunk's layers by global number; Megatron numbers them from 0 within the chunk.
     pre_process, post_process: whether the chunk holds the embedding and the head. A tied model that spans several
     pipeline stages keeps a copy of the embedding as the last stage's output layer.
+    ep, etp: ranks that the experts are dealt to, and ranks that share each expert. All ranks have equally many
+    parameters, in the same order.
     """
+    experts = range(*_share(shape.num_experts, ep, ep_rank))
     if pre_process:
         yield _vocab(family.embedding, shape, tp, tp_rank)
     for local, layer in enumerate(layers):
-        for rule in family.layer:
+        for rule, expert in _layer_rules(family, experts):
             names = [f"model.layers.{layer}.{hf_name}" for hf_name in rule.hf]
-            blocks = _layer_blocks(rule, names, shape, tp, tp_rank)
-            yield _local(f"decoder.layers.{local}.{rule.megatron}", blocks)
+            size, rank = (etp, etp_rank) if expert else (tp, tp_rank)
+            blocks = _layer_blocks(rule, names, shape, size, rank)
+            yield _local(f"decoder.layers.{local}.{rule.megatron}", blocks, expert=expert)
     if post_process:
         yield _local(family.final_norm.megatron, (Block(family.final_norm.hf[0], (0, shape.hidden_size)),))
         if not shape.tie_word_embeddings:

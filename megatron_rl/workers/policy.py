@@ -6,8 +6,8 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,9 +20,9 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import setup_logging
-from megatron_rl.parallel.topology import Topology
+from megatron_rl.parallel.topology import topology_of
 from megatron_rl.rollout.engine import EngineSettings, Request, RolloutEngine, Sample, Sampling, make_engine
-from megatron_rl.types import StepReport, TrainBatch
+from megatron_rl.types import OffloadReport, StepReport, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,13 @@ class PolicyPlan:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step. logprobs: per micro-batch [T] float32 of the policy before the update, 0 off the mask."""
+    """One optimizer step. logprobs: per micro-batch [T] float32 of the policy before the update, 0 off the mask.
+    offload: what this rank moved since the update before.
+    """
 
     report: StepReport
     logprobs: tuple[torch.Tensor, ...]
+    offload: OffloadReport = field(default_factory=OffloadReport)
 
 
 _NOISE = (
@@ -71,12 +74,13 @@ class PolicyWorker:
         cpu.install()
         # Megatron's modules are imported after the shim and after the environment is set.
         from megatron_rl.mcore import build, convert
+        from megatron_rl.mcore.offload import Offload
         from megatron_rl.parallel import groups
 
         actor = cfg.actor
-        self.topology = Topology(world, tp=actor.tp, pp=actor.pp, cp=actor.cp)
+        self.topology = topology_of(actor, world)
         groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s)
-        groups.init_model_parallel(self.topology)
+        groups.init_model_parallel(self.topology, actor.vpp)
         device = (
             torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
         )
@@ -89,7 +93,11 @@ class PolicyWorker:
         self._trainable = build.make_trainable(policy, actor, plan.total_optimizer_steps)
         self._export = functools.partial(convert.export_hf, self._trainable.policy)
         self._engine: RolloutEngine | None = None
+        # Every update zeroes the gradients first, so their values need not be kept.
+        self._offload = Offload(self._trainable, actor.offloaded if plan.with_engine else (), keep_grads=False)
         if plan.with_engine:
+            # The engine plans its memory by what is free when it starts.
+            self._offload.to_host()
             self._start_engine()
 
     def _source(self, path: str, pretrained: bool = False):
@@ -125,17 +133,25 @@ class PolicyWorker:
             engine_kwargs=dict(rollout.engine_kwargs),
         )
         self._engine = make_engine(settings)
-        self._publisher = WeightPublisher(self._engine, lambda: self._export(DTYPES[dtype]))
+        self._publisher = WeightPublisher(self._engine, lambda: self._published(DTYPES[dtype]))
+
+    def _published(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor's weights for the engine; they leave the device before the engine takes its KV cache."""
+        self._offload.to_device("params")
+        yield from self._export(dtype)
+        self._offload.to_host("params")
 
     @dispatch(split=Split.SPLIT_ENGINE)
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """Samples of this engine's requests."""
         assert self._engine is not None, "this worker was started without an engine"
+        self._offload.to_host()
         return self._engine.generate(requests, sampling)
 
     @dispatch(split=Split.ALL, collect=Collect.RANK0)
     def publish(self, version: int, expect_change: bool) -> int:
         """The actor's weights into every engine; bytes sent to one."""
+        self._offload.to_host("grads", "optimizer")
         return self._publisher.publish(version, expect_change=expect_change)
 
     @dispatch(split=Split.SPLIT_DP)
@@ -144,6 +160,7 @@ class PolicyWorker:
         from megatron_rl.mcore.step import forward_logprobs
 
         self._free_engine()
+        self._offload.to_device("params")
         return forward_logprobs(self._trainable.policy, micro_batches, temperature)
 
     @dispatch(split=Split.SPLIT_DP)
@@ -178,8 +195,9 @@ class PolicyWorker:
         from megatron_rl.mcore.step import train_step
 
         self._free_engine()
+        self._offload.to_device()
         report, logprobs = train_step(self._trainable, micro_batches, token_loss, temperature)
-        return UpdateResult(report, tuple(logprobs))
+        return UpdateResult(report, tuple(logprobs), self._offload.take())
 
     def _free_engine(self) -> None:
         # The next publish wakes it.
@@ -192,6 +210,7 @@ class PolicyWorker:
         from megatron_rl.mcore.build import DTYPES
         from megatron_rl.weights.safetensors import write_model
 
+        self._offload.to_device("params")
         tensors = self._export()
         failure: CheckpointError | None = None
         if self._rank == 0:

@@ -9,30 +9,58 @@ import torch
 
 from megatron_rl.types import TrainBatch
 
+# Family -> its name in transformers, and the fields that it has besides the common ones.
+FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 64}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
+    "qwen3_moe_plain": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
+}
 
-def save_tiny(folder: Path, family: str = "qwen2", *, tied: bool = True, vocab: int = 128, positions: int = 512) -> str:
-    """Write a 3-layer model of the family with clearly non-trivial weights (biases and norms too); returns its
+
+def save_tiny(folder: Path, family: str = "qwen2", *, tied: bool = True, vocab: int = 128, layers: int = 4) -> str:
+    """Write a small model of the family with clearly non-trivial weights (biases and norms too); returns its
     folder.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    config_of, model_of = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[family]
+    name, own = FAMILY_FIELDS[family]
+    config_of, model_of = getattr(transformers, name + "Config"), getattr(transformers, name + "ForCausalLM")
     torch.manual_seed(1)
     config = config_of(
         vocab_size=vocab,
         hidden_size=128,
-        intermediate_size=224,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=positions,
+        max_position_embeddings=512,
         tie_word_embeddings=tied,
         rope_theta=10000.0,
         eos_token_id=1,
         bos_token_id=None,
+        **({"intermediate_size": 224} | own),
     )
     model = model_of(config).float()
     with torch.no_grad():

@@ -9,10 +9,10 @@ import torch
 from megatron_rl.config.actor import ActorConfig, OptimConfig
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.data.batching import plan_batches, select_micro_batches
-from megatron_rl.parallel.topology import Topology
+from megatron_rl.parallel.topology import topology_of
 from megatron_rl.types import TrainBatch
 
-LR = 1e-2
+LR = 3e-3
 
 
 def make_actor(grad_clip: float = 1.0, **layout: Any) -> ActorConfig:
@@ -21,29 +21,38 @@ def make_actor(grad_clip: float = 1.0, **layout: Any) -> ActorConfig:
     return ActorConfig(optim=optim, **layout)
 
 
-def build(folder: str, actor: ActorConfig, world: int, dtype: str = "float32", total_steps: int = 100) -> Any:
-    """The trainable policy of this rank; joins megatron's groups."""
+def build(
+    folder: str,
+    actor: ActorConfig,
+    world: int,
+    dtype: str = "float32",
+    total_steps: int = 100,
+    init_std: float | None = None,
+) -> Any:
+    """The trainable policy of this rank; joins megatron's groups. init_std: draw weights instead of reading them."""
     from megatron_rl.mcore import cpu
 
     cpu.install()
     from megatron_rl.mcore import build, convert
     from megatron_rl.parallel import groups
-    from megatron_rl.weights.safetensors import SafetensorsSource
+    from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource
 
-    groups.init_model_parallel(Topology(world, tp=actor.tp, pp=actor.pp, cp=actor.cp))
+    groups.init_model_parallel(topology_of(actor, world), actor.vpp)
     policy = build.build_policy(read_model_shape(folder), actor, dtype, torch.device("cpu"))
-    convert.load_hf(policy, SafetensorsSource(folder))
+    convert.load_hf(policy, SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
     return build.make_trainable(policy, actor, total_steps)
 
 
 def my_micro_batches(batch: TrainBatch, actor: ActorConfig, rank: int, world: int) -> list[TrainBatch]:
     """This rank's part of `batch`, planned as the controller plans it."""
-    topology = Topology(world, tp=actor.tp, pp=actor.pp, cp=actor.cp)
+    topology = topology_of(actor, world)
     plan = plan_batches(
         batch.seq_lens,
         [0] * batch.num_sequences,
         dp=topology.dp,
-        max_tokens=actor.max_tokens_per_gpu,
+        max_tokens=actor.max_tokens_per_gpu * actor.cp,
         max_seqs=actor.ppo_micro_batch_size_per_gpu,
+        multiple=actor.pp if actor.vpp > 1 else 1,
+        packed=actor.packing,
     )
     return select_micro_batches(batch, plan.minis[0])[topology.coords(rank).dp]

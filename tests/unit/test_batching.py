@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.data import batching
 from megatron_rl.data.batching import (
     collect_column,
     from_rollouts,
     karmarkar_karp,
+    longest_first,
     plan_batches,
     select_micro_batches,
     sequence_cost,
@@ -27,16 +30,26 @@ from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
     dp=st.integers(1, 5),
     minis=st.integers(1, 3),
     max_seqs=st.one_of(st.none(), st.integers(1, 5)),
+    multiple=st.integers(1, 3),
+    packed=st.booleans(),
+    cells=st.sampled_from([0, 1 << 15]),
 )
-def test_every_sequence_is_planned_exactly_once(lens: list[int], dp: int, minis: int, max_seqs: int | None) -> None:
+def test_every_sequence_is_planned_exactly_once(
+    lens: list[int], dp: int, minis: int, max_seqs: int | None, multiple: int, packed: bool, cells: int
+) -> None:
+    """By either method of balancing (cells 0 leaves the quicker one), within the caps, padded or packed."""
     mini_of = [i * minis // len(lens) for i in range(len(lens))]
-    plan = plan_batches(lens, mini_of, dp=dp, max_tokens=100, max_seqs=max_seqs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "_DIFFERENCING_CELLS", cells)
+        plan = plan_batches(lens, mini_of, dp=dp, max_tokens=100, max_seqs=max_seqs, multiple=multiple, packed=packed)
     seen = [s for mini in plan.minis for rank in mini for micro in rank for s in micro]
     assert sorted(seen) == list(range(len(lens)))
     for number, mini in enumerate(plan.minis):
         assert len(mini) == dp and len({len(rank) for rank in mini}) == 1
+        assert len(mini[0]) % multiple == 0
         for micro in (micro for rank in mini for micro in rank):
-            assert sum(lens[s] for s in micro) <= 100
+            longest = max((lens[s] for s in micro), default=0)
+            assert (sum(lens[s] for s in micro) if packed else len(micro) * longest) <= 100
             assert len(micro) <= (max_seqs or len(lens))
             assert all(mini_of[s] == number for s in micro)
 
@@ -53,6 +66,36 @@ def test_karmarkar_karp_balances_eight_ranks() -> None:
         parts = karmarkar_karp(costs, 8)
         loads = [sum(costs[i] for i in part) for part in parts]
         assert max(loads) / (sum(loads) / 8) < 1.02
+
+
+def test_ranks_are_balanced_within_two_percent_on_random_batches() -> None:
+    """Long-tailed lengths, 8 ranks; benchmarks/packing.py does the same on 1,000 batches."""
+    generator = random.Random(1)
+    for _ in range(10):
+        lens = [min(8192, int(generator.lognormvariate(6, 1)) + 1) for _ in range(512)]
+        assert _imbalance(lens, 8) < 1.02
+
+
+def test_a_plan_over_a_thousand_ranks_is_quick_and_balanced() -> None:
+    """Karmarkar-Karp would hold 20 million parts there."""
+    generator = random.Random(2)
+    lens = [min(8192, int(generator.lognormvariate(6, 1)) + 1) for _ in range(20_000)]
+    start = time.process_time()
+    assert _imbalance(lens, 1024) < 1.02
+    assert time.process_time() - start < 10
+
+
+def _imbalance(lens: list[int], ranks: int) -> float:
+    plan = plan_batches(lens, [0] * len(lens), dp=ranks, max_tokens=16384)
+    loads = [sum(sequence_cost(lens[s]) for micro in rank for s in micro) for rank in plan.minis[0]]
+    return max(loads) * ranks / sum(loads)
+
+
+def test_longest_first_puts_each_item_once_and_heavy_lists_first() -> None:
+    parts = longest_first([5, 1, 4, 2, 3, 3], 3)
+    assert sorted(i for part in parts for i in part) == list(range(6))
+    assert [sum([5, 1, 4, 2, 3, 3][i] for i in part) for part in parts] == [6, 6, 6]
+    assert longest_first([1.0], 3) == [[0], [], []] and longest_first([], 2) == [[], []]
 
 
 def _batch(lens: tuple[int, ...]) -> TrainBatch:

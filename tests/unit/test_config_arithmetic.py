@@ -21,7 +21,7 @@ from megatron_rl.config.idle import idle_settings
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.run import RunConfig
-from tests.unit.config_helpers import load
+from tests.unit.config_helpers import load, make_model
 
 TWO_RANKS = ("cluster.n_gpus_per_node=2",)
 
@@ -73,6 +73,15 @@ def test_layout_of_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     assert table["ranks"] == "4" and table["tensor parallel (tp)"] == "2" and table["data parallel (dp)"] == "2"
     assert table["engines"] == "4" and table["reference model"] == "1"
     assert table["parameters"] == "534,144" and table["KV heads of a rank"] == "1"
+
+
+def test_layout_of_experts(tmp_path: Path) -> None:
+    fields = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
+    folder = make_model(tmp_path / "experts", **fields, num_local_experts=4)
+    cfg = load(tmp_path, f"model.path={folder}", "cluster.n_gpus_per_node=8", "actor.ep=2", "actor.etp=2")
+    table = shown(layout_table(cfg, read_model_shape(cfg.model.path)))
+    assert table["expert parallel (ep)"] == "2" and table["experts of a rank in a layer"] == "2"
+    assert table["copies of each expert"] == "2" and table["columns of an expert on a rank"] == "160"
 
 
 def test_a_table_is_aligned_text() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,10 +30,24 @@ def test_dp_is_what_tensor_parallelism_leaves(tmp_path: Path) -> None:
     assert (cfg.world_size, cfg.dp_size) == (8, 4)
 
 
-@pytest.mark.parametrize("axis", ["pp", "vpp", "cp", "ep"])
-def test_axes_that_come_later_are_refused(tmp_path: Path, axis: str) -> None:
-    fault = only_fault(tmp_path, f"actor.{axis}=2", "cluster.n_gpus_per_node=2")
-    assert fault.key == f"actor.{axis}" and fault.reason.startswith("not supported yet; use tp and dp")
+def test_expert_parallelism_is_refused_without_experts(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "actor.ep=2", "cluster.n_gpus_per_node=2")
+    assert fault.key == "actor.ep" and "Qwen2ForCausalLM has none" in fault.reason
+
+
+def test_r8_interleaving_over_two_stages_is_refused(tmp_path: Path) -> None:
+    """R8: Megatron-Core computes wrong gradients there without a word."""
+    found = faults(tmp_path, "actor.pp=2", "actor.vpp=2", "cluster.n_gpus_per_node=2")
+    (fault,) = (one for one in found if one.key == "actor.vpp")
+    assert "wrong gradients" in fault.reason and "3 or more" in fault.cure
+    assert any("actor.pp is 1" in one.reason for one in faults(tmp_path, "actor.vpp=2"))
+
+
+def test_layers_that_do_not_fit_the_stages_are_refused(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "actor.pp=5", "cluster.n_gpus_per_node=5")
+    assert fault.key == "actor.pp" and "pipeline stages" in fault.reason
+    found = faults(tmp_path, "actor.num_layers_in_first_pipeline_stage=1")
+    assert any("there is one stage" in one.reason for one in found)
 
 
 def test_engine_over_several_ranks_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,28 @@ LLAMA: dict[str, Any] = {
 }
 
 
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": None,
+    "rms_norm_eps": None,
+    "sliding_window": None,
+}
+
+
 def shape_of(folder: Path, **changes: Any) -> ModelShape:
     return read_model_shape(make_model(folder / "shape", weights=False, **changes))
 
@@ -61,13 +83,59 @@ def test_shape_of_llama_with_the_fields_of_older_files(tmp_path: Path) -> None:
 
 
 def test_parameters_are_those_of_the_tensors(tmp_path: Path) -> None:
-    from megatron_rl.weights.llama import LLAMA as llama
-    from megatron_rl.weights.qwen2 import QWEN2 as qwen2
+    from megatron_rl.weights import FAMILIES
     from megatron_rl.weights.spec import hf_shapes
 
-    for family, changes in ((qwen2, {}), (llama, {**LLAMA, "num_key_value_heads": 1, "head_dim": 64})):
+    for changes in ({}, {**LLAMA, "num_key_value_heads": 1, "head_dim": 64}, QWEN3, QWEN3_MOE, MIXTRAL):
         shape = shape_of(tmp_path, **changes)
-        assert shape.num_parameters() == sum(prod(size) for size in hf_shapes(shape, family).values())
+        shapes = hf_shapes(shape, FAMILIES[shape.architecture])
+        assert shape.num_parameters() == sum(prod(size) for size in shapes.values())
+
+
+def test_shape_of_qwen3_has_norms_on_heads(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, **QWEN3)
+    assert (shape.qk_norm, shape.qkv_bias, shape.head_dim, shape.num_experts) == (True, False, 64, 0)
+    # transformers would take 128 where the entry is absent.
+    assert refused(tmp_path, **(QWEN3 | {"head_dim": None})).key.endswith("config.json: head_dim")
+
+
+def test_shape_of_qwen3_moe_and_of_mixtral(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, **QWEN3_MOE)
+    assert (shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob) == (8, 2, True)
+    assert (shape.ffn_size, shape.qk_norm) == (96, True)
+    assert shape_of(tmp_path, **(QWEN3_MOE | {"num_experts": None, "num_local_experts": 8})) == shape
+    assert not shape_of(tmp_path, **(QWEN3_MOE | {"norm_topk_prob": None})).norm_topk_prob
+    shape = shape_of(tmp_path, **MIXTRAL)
+    assert (shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob) == (4, 2, True)
+    assert (shape.ffn_size, shape.qk_norm, shape.rope_theta, shape.rms_norm_eps) == (320, False, 1e6, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        ("QWEN3_MOE", {"mlp_only_layers": [0]}),
+        ("QWEN3_MOE", {"decoder_sparse_step": 2}),
+        ("QWEN3_MOE", {"shared_expert_intermediate_size": 64}),
+        ("QWEN3_MOE", {"attention_bias": True}),
+        ("QWEN3_MOE", {"num_experts_per_tok": 9}),
+        ("QWEN3_MOE", {"num_experts_per_tok": 1}),
+        ("QWEN3_MOE", {"num_experts_per_tok": None}),
+        ("QWEN3_MOE", {"moe_intermediate_size": None}),
+        ("QWEN3_MOE", {"num_local_experts": 4}),
+        ("MIXTRAL", {"sliding_window": 4096}),
+        ("MIXTRAL", {"router_jitter_noise": 0.1}),
+        ("MIXTRAL", {"num_local_experts": None}),
+        ("QWEN3", {"use_sliding_window": True}),
+    ],
+)
+def test_experts_that_are_not_computed_are_refused(tmp_path: Path, base: str, changes: dict[str, Any]) -> None:
+    fields = {"QWEN3": QWEN3, "QWEN3_MOE": QWEN3_MOE, "MIXTRAL": MIXTRAL}[base]
+    (field,) = changes
+    assert refused(tmp_path, **(fields | changes)).key.endswith(f"config.json: {field}")
+
+
+def test_experts_whose_weights_are_not_scaled_may_be_single(tmp_path: Path) -> None:
+    assert shape_of(tmp_path, **(QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False})).num_experts == 8
 
 
 def test_rope_theta_is_read_from_new_and_old_places(tmp_path: Path) -> None:
@@ -211,6 +279,30 @@ def test_tp_that_divides_neither_heads_nor_mlp_names_all(tmp_path: Path) -> None
     fault = only_fault(tmp_path, f"model.path={folder}", "actor.tp=8", "cluster.n_gpus_per_node=8")
     assert "num_attention_heads 4 and num_key_value_heads 4 and intermediate_size 321" in fault.reason
     assert fault.cure == "use 1"
+
+
+def test_tp_may_split_a_model_with_experts_whose_mlp_it_does_not_divide(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "experts", **{**QWEN3_MOE, "moe_intermediate_size": 97})
+    layout = (f"model.path={folder}", "actor.tp=2", "actor.sequence_parallel=true", "cluster.n_gpus_per_node=2")
+    assert only_fault(tmp_path, *layout).key == "actor.tp"
+    assert load(tmp_path, *layout, "actor.ep=2").actor.expert_tp == 1
+
+
+def test_layouts_of_experts(tmp_path: Path) -> None:
+    model = f"model.path={make_model(tmp_path / 'experts', **QWEN3_MOE)}"
+    four = (model, "cluster.n_gpus_per_node=4")
+    fault = only_fault(tmp_path, *four, "actor.ep=8")
+    assert fault.key == "actor.ep" and "does not divide the 4 ranks" in fault.reason and "1, 2 or 4" in fault.cure
+    fault = only_fault(tmp_path, model, "cluster.n_gpus_per_node=6", "actor.ep=3")
+    assert "does not divide the 8 experts" in fault.reason and fault.cure == "use 1, 2, 4 or 8"
+    fault = only_fault(tmp_path, *four, "actor.tp=2")
+    assert fault.key == "actor.sequence_parallel" and "Megatron-Core" in fault.reason
+    fault = only_fault(tmp_path, *four, "actor.etp=2")
+    assert fault.key == "actor.etp" and "wrong ranks" in fault.reason
+    fault = only_fault(tmp_path, *four, "actor.ep=2", "actor.etp=5", "cluster.n_gpus_per_node=10")
+    assert fault.key == "actor.etp" and "inner size 96" in fault.reason
+    cfg = load(tmp_path, *four, "actor.ep=2", "actor.etp=2", "actor.tp=2", "actor.sequence_parallel=true")
+    assert (cfg.dp_size, cfg.actor.expert_tp) == (2, 2)
 
 
 def test_head_dim_that_vllm_lacks(tmp_path: Path) -> None:

@@ -248,6 +248,9 @@ def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_and_refused(tmp_pa
         (f"{ACTOR}loss_agg_mode=seq-mean-token-sum", "actor.loss_agg_mode", "seq-mean-token-sum"),
         (f"{ACTOR}megatron.virtual_pipeline_model_parallel_size=null", "actor.vpp", 1),
         (f"{ACTOR}megatron.sequence_parallel=True", "actor.sequence_parallel", True),
+        (f"{ACTOR}megatron.optimizer_offload=True", "actor.optimizer_offload", True),
+        (f"{ACTOR}megatron.grad_offload=True", "actor.grad_offload", True),
+        (f"{ACTOR}fsdp_config.param_offload=True", "actor.param_offload", True),
         (f"{ROLLOUT}val_kwargs.n=4", "rollout.val.n", 4),
         (f"{ROLLOUT}top_k=0", "rollout.top_k", -1),
         (f"{ROLLOUT}engine_kwargs.vllm.seed=1", "rollout.engine_kwargs.seed", 1),
@@ -300,7 +303,6 @@ def test_a_reward_file_and_its_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        f"{ACTOR}fsdp_config.param_offload=False",
         f"{ACTOR}ppo_micro_batch_size=null",
         f"{ACTOR}optim.total_training_steps=-1",
         f"{ACTOR}megatron._target_=verl.workers.config.McoreEngineConfig",
@@ -337,6 +339,20 @@ def test_sequence_parallelism_over_one_rank_is_off_in_verl_too(tmp_path: Path) -
     assert f"{ACTOR}megatron.sequence_parallel" in {one.verl_key for one in resolved.accepted}
 
 
+def test_experts_are_split_as_verl_splits_them(tmp_path: Path) -> None:
+    """verl's default for single experts is tp, ours is 1 where experts are dealt out."""
+    fields = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    folder = make_model(tmp_path / "experts", **fields, num_local_experts=4, num_experts_per_tok=2)
+    model = (f"{verl_keys.MODEL}path={folder}", f"{ACTOR}megatron.sequence_parallel=true")
+    key = f"{ACTOR}megatron.expert_tensor_parallel_size"
+    assert read(tmp_path, *model, f"{key}=1").config.actor.etp is None
+    ep2 = (*model, f"{ACTOR}megatron.expert_model_parallel_size=2")
+    assert read(tmp_path, *ep2).config.actor.etp == 2
+    assert read(tmp_path, *ep2, f"{key}=null").config.actor.etp == 2
+    assert read(tmp_path, *ep2, f"{key}=1").config.actor.etp == 1
+    assert read(tmp_path, *ep2, "actor.etp=1").config.actor.etp == 1
+
+
 @pytest.mark.parametrize(
     ("override", "cure"),
     [
@@ -346,7 +362,6 @@ def test_sequence_parallelism_over_one_rank_is_off_in_verl_too(tmp_path: Path) -
         (f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "lr_warmup_steps"),
         (f"{ACTOR}optim.min_lr=1e-7", "min_lr_ratio"),
         (f"{ACTOR}optim.betas=0.9", "[0.9,0.999]"),
-        (f"{ACTOR}fsdp_config.param_offload=True", "offload is not offered yet"),
         (f"{ACTOR}kl_loss_type=k3+", "choices: kl, k1"),
         (f"{ACTOR}policy_loss.loss_mode=gspo", "choices: vanilla"),
         (f"{ACTOR}ulysses_sequence_parallel_size=2", "set it to 1"),

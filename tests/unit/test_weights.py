@@ -32,11 +32,14 @@ def _shape(
         ffn_size=24,
         vocab_size=vocab,
         tie_word_embeddings=tied,
-        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qkv_bias=ARCHITECTURES[architecture].qkv_bias,
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         max_position_embeddings=64,
         initializer_range=0.02,
+        qk_norm=ARCHITECTURES[architecture].qk_norm,
+        num_experts=8 if ARCHITECTURES[architecture].experts else 0,
+        num_experts_per_tok=2 if ARCHITECTURES[architecture].experts else 0,
     )
 
 
@@ -72,8 +75,55 @@ def test_w1_blocks_of_all_ranks_tile_every_hf_tensor(
                 part = part if block.cols is None else part[:, slice(*block.cols)]
                 part += 1
     for name, count in cover.items():
-        replicated = name.endswith("norm.weight") or name.endswith("layernorm.weight")
+        experts = ".experts." in name
+        replicated = experts or name.endswith(("norm.weight", "layernorm.weight", "gate.weight"))
         assert bool((count == (tp if replicated else 1)).all()), name
+
+
+@given(
+    architecture=st.sampled_from(["Qwen3MoeForCausalLM", "MixtralForCausalLM"]),
+    tp=st.sampled_from([1, 2, 4]),
+    ep=st.sampled_from([1, 2, 4, 8]),
+    etp=st.sampled_from([1, 2, 3]),
+)
+@settings(max_examples=40, deadline=None)
+def test_w1_each_byte_of_each_expert_is_on_one_expert_rank(architecture: str, tp: int, ep: int, etp: int) -> None:
+    """W1: experts are dealt to (ep, etp) ranks, whatever tp is; all have equal parameters in order."""
+    shape, family = _shape(architecture), FAMILIES[architecture]
+    shapes = hf_shapes(shape, family)
+    cover = {name: torch.zeros(size, dtype=torch.int64) for name, size in shapes.items() if ".experts." in name}
+    assert len(cover) == 2 * 8 * 3
+    forms: set[tuple[tuple[str, tuple[int, ...]], ...]] = set()
+    for ep_rank in range(ep):
+        for etp_rank in range(etp):
+            params = list(
+                megatron_params(
+                    shape, family, tp=tp, tp_rank=0, layers=range(2), pre_process=True, post_process=True,
+                    ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank,
+                )
+            )  # fmt: skip
+            forms.add(tuple((param.name, param.shape) for param in params))
+            for block in (block for param in params if param.expert for block in param.blocks):
+                part = cover[block.hf_name][slice(*block.rows)]
+                part = part if block.cols is None else part[:, slice(*block.cols)]
+                part += 1
+            assert all(param.expert == ("local_experts" in param.name) for param in params)
+    assert len(forms) == 1
+    for name, count in cover.items():
+        assert bool((count == 1).all()), name
+
+
+def test_tables_of_experts_say_what_the_docstring_says() -> None:
+    shape = _shape("Qwen3MoeForCausalLM")
+    params = megatron_params(
+        shape, FAMILIES["Qwen3MoeForCausalLM"], tp=1, tp_rank=0, layers=range(1), pre_process=False, post_process=False,
+        ep=4, ep_rank=1, etp=2, etp_rank=1,
+    )  # fmt: skip
+    found = {param.name: param for param in params}["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"]
+    assert found.shape == (24, 16) and found.blocks == (
+        Block("model.layers.0.mlp.experts.2.gate_proj.weight", (12, 24), (0, 16)),
+        Block("model.layers.0.mlp.experts.2.up_proj.weight", (12, 24), (0, 16)),
+    )
 
 
 def _write(folder: Path, shape: ModelShape, shards: int = 1) -> dict[str, torch.Tensor]:

@@ -1,0 +1,68 @@
+"""On a GPU: the log-probability kernels against the torch code that runs elsewhere, and what they cost in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.logprobs import chunked_logprobs, make_inputs, peak_extra_bytes, torch_logprobs
+
+pytestmark = pytest.mark.gpu
+VOCAB, PAD = 151_936, 128
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_equal_the_torch_code(dtype: torch.dtype, temperature: float) -> None:
+    """Statistics, and gradients with and without one of the entropy; a target on another rank; padding gets none."""
+    from megatron_rl.ops.softmax import logit_grads_, row_stats
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(37, VOCAB + PAD, generator=generator).mul(3).to(dtype)
+    columns = torch.randint(0, VOCAB, (37,), generator=generator)
+    columns[::5] = -1
+    plain = row_stats(logits.clone(), columns, VOCAB, temperature)
+    fused = row_stats(logits.cuda(), columns.cuda(), VOCAB, temperature)
+    peak = plain.peak.amax(dim=1)
+    assert torch.allclose(fused.peak.amax(dim=1).cpu(), peak) and torch.allclose(fused.target.cpu(), plain.target)
+    sums = [stats.rescaled(top) for stats, top in ((plain, peak), (fused, peak.cuda()))]
+    for ours, torchs in zip(sums[1], sums[0], strict=True):
+        assert torch.allclose(ours.cpu(), torchs, rtol=1e-5)
+    total, weighted = sums[0]
+    log_z, entropy = total.log() + peak, total.log() - weighted / total
+    grads = [torch.randn(37, generator=generator) for _ in range(2)]
+    for grad_entropy in (grads[1], None):
+        found = []
+        for device in ("cpu", "cuda"):
+            given = None if grad_entropy is None else grad_entropy.to(device)
+            args = {"log_z": log_z, "entropy": entropy, "grad_logprobs": grads[0]}
+            args = {name: value.to(device) for name, value in args.items()}
+            own = logits.to(device, copy=True)
+            found.append(
+                logit_grads_(own, columns.to(device), VOCAB, temperature, **args, grad_entropy=given).float().cpu()
+            )
+        assert (found[1] - found[0]).norm() / found[0].norm() < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert not found[1][:, VOCAB:].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_equal_torchs_on_whole_logits(temperature: float) -> None:
+    """Forward, and the gradients of hidden states and output matrix, in bfloat16."""
+    inputs = make_inputs("cuda", 1500, VOCAB, 256, temperature)
+    given = inputs.hidden, inputs.weight, inputs.targets
+    found = []
+    for method in (torch_logprobs, chunked_logprobs):
+        logprobs = method(*given, temperature)
+        grads = torch.autograd.grad(logprobs.mean(), (inputs.hidden, inputs.weight))
+        found.append((logprobs.detach(), *grads))
+    # A chunk's matrix product may round another way than the whole one's: rarely, and then by a bfloat16 step.
+    assert (found[0][0] - found[1][0]).abs().mean() < 1e-4
+    for torchs, ours in zip(found[0][1:], found[1][1:], strict=True):
+        assert (ours.float() - torchs.float()).norm() / torchs.float().norm() < 1e-2
+
+
+def test_the_forward_pass_needs_an_eighth_of_the_whole_logits() -> None:
+    """8,192 tokens, vocabulary 151,936: what the whole float32 logits take is 4.6 GiB."""
+    inputs = make_inputs("cuda", 8192, VOCAB, 896, 1.0)
+    extra = peak_extra_bytes("cuda", lambda: inputs.run(chunked_logprobs, False))
+    assert extra <= 8192 * VOCAB * 4 / 8

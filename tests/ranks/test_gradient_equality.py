@@ -1,0 +1,71 @@
+"""Contract N3: the same 8 sequences give the same gradient, however they are cut, packed or spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.algos.losses import nll_loss
+from tests.ranks.run_ranks import run_ranks
+from tests.ranks.tiny import random_batch, save_tiny
+from tests.ranks.training import build, make_actor, my_micro_batches
+
+LENGTHS = (5, 40, 9, 12, 33, 7, 7, 21)
+SPLITS: dict[str, tuple[int, int | None]] = {
+    "1-micro-batch-of-8": (1, None),
+    "4-micro-batches-of-2": (1, 2),
+    "8-micro-batches-of-1": (1, 1),
+    "dp2": (2, None),
+    "dp2-micro-batches-of-1": (2, 1),
+    "dp4": (4, None),
+}
+
+
+def _gradients(rank: int, world: int, folder: str, size: int | None, packing: bool) -> dict[str, Any]:
+    from megatron_rl.mcore import convert, step
+
+    # Plain optimizer: its all-reduce leaves the whole gradient on each rank. No clipping, which would scale it.
+    actor = make_actor(
+        grad_clip=0.0, use_distributed_optimizer=False, ppo_micro_batch_size_per_gpu=size, packing=packing
+    )
+    trainable = build(folder, actor, world)
+    micros = my_micro_batches(random_batch(0, LENGTHS, 128), actor, rank, world)
+    report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
+    grads = dict(convert.export_hf(trainable.policy, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
+    tokens = sum(micro.tokens.shape[1] for micro in step.pack_all(trainable.policy, micros))
+    return {"grads": grads, "report": report, "tokens": tokens, "micros": len(micros)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: str) -> dict[str, Any]:
+    """One rank, one packed micro-batch."""
+    return run_ranks(1, _gradients, folder, None, True)[0]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_n3_gradients_are_equal(folder: str, whole: dict[str, Any], split: str, packing: bool) -> None:
+    """N3: every tensor's gradient and their norm within 1e-6 relative in float32, on every rank."""
+    world, size = SPLITS[split]
+    for result in run_ranks(world, _gradients, folder, size, packing):
+        assert result["report"].loss == pytest.approx(whole["report"].loss, rel=1e-6)
+        assert result["report"].grad_norm == pytest.approx(whole["report"].grad_norm, rel=1e-6)
+        assert result["grads"].keys() == whole["grads"].keys()
+        difference = torch.stack([(result["grads"][name] - grad).norm() for name, grad in whole["grads"].items()])
+        norm = torch.stack([grad.norm() for grad in whole["grads"].values()]).norm()
+        assert difference.norm() / norm < 1e-6
+        for name, grad in whole["grads"].items():
+            assert (result["grads"][name] - grad).norm() < 1e-6 * norm, name
+
+
+def test_packing_computes_no_padding_and_padding_does(folder: str, whole: dict[str, Any]) -> None:
+    padded = run_ranks(1, _gradients, folder, None, False)[0]
+    assert (whole["tokens"], whole["micros"]) == (sum(LENGTHS), 1)
+    assert (padded["tokens"], padded["micros"]) == (max(LENGTHS) * len(LENGTHS), 1)
