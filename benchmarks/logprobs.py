@@ -118,13 +118,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int)
     args = parser.parse_args()
     small = args.device == "cpu"
-    tokens, vocab = args.tokens or (1024 if small else 8192), args.vocab or (65536 if small else 151936)
+    tokens, vocab = args.tokens or (4096 if small else 8192), args.vocab or (65536 if small else 151936)
     whole = tokens * vocab * 4
     name = torch.cuda.get_device_name() if not small else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; {tokens} tokens, vocabulary {vocab}, temperature {args.temperature}")
     print(f"whole float32 logits: {whole / 2**20:,.0f} MiB")
     print(f"{'hidden':>7}  {'pass':<16} {'method':<12} {'ms':>9}  {'of torch':>8}  {'extra MiB':>10}  {'of logits':>9}")
-    for hidden in args.hidden or ([256] if small else [896, 4096]):
+    for hidden in args.hidden or ([64] if small else [896, 4096]):
         inputs = make_inputs(args.device, tokens, vocab, hidden, args.temperature)
         for backward in (False, True):
             torchs = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from examples.quickstart.make_data import make
 from tests.e2e.test_runs import DP2, GRPO, _run
@@ -46,6 +47,7 @@ def test_grpo_of_experts_on_two_expert_parallel_workers(tmp_path: Path) -> None:
     assert len(rows) == 2
     assert all(row["mismatch/abs_max"] < 1e-4 and row["policy/grad_norm"] > 0 for row in rows)
     final = str(tmp_path / "moe" / "final")
-    model, loading = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    model, loading = loaded
     assert model.config.model_type == "qwen3_moe"
     assert not any(loading.values()), loading
