@@ -1,7 +1,7 @@
 """Log-probabilities from hidden states: this package's chunks against torch on whole logits. Prints one table.
 
-    python benchmarks/logprobs.py                  # small, on the CPU, float32
-    python benchmarks/logprobs.py --device cuda    # vocabulary 151,936, 8,192 tokens, hidden 896 and 4,096, bfloat16
+    python -m benchmarks.logprobs                  # small, on the CPU, float32
+    python -m benchmarks.logprobs --device cuda    # vocabulary 151,936, 8,192 tokens, hidden 896 and 4,096, bfloat16
 
 Both start from the same hidden states and output matrix. torch: logits = (hidden @ weight.T).float(), log_softmax,
 gather (and autograd through them). This package's also returns entropies and greedy hits. Extra memory is the peak
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int)
     args = parser.parse_args()
     small = args.device == "cpu"
-    tokens, vocab = args.tokens or (4096 if small else 8192), args.vocab or (65536 if small else 151936)
+    tokens, vocab = args.tokens or (2048 if small else 8192), args.vocab or (65536 if small else 151936)
     whole = tokens * vocab * 4
     name = torch.cuda.get_device_name() if not small else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; {tokens} tokens, vocabulary {vocab}, temperature {args.temperature}")

@@ -1,8 +1,8 @@
 """Packed sequences against padded ones, and the balance and speed of batch planning. Prints three tables.
 
-    python benchmarks/packing.py                   # a small model on the CPU, float32
-    python benchmarks/packing.py --device cuda     # Qwen2 0.5B's shape, bfloat16
-    python benchmarks/packing.py --plans-only      # no model
+    python -m benchmarks.packing                   # a small model on the CPU, float32
+    python -m benchmarks.packing --device cuda     # Qwen2 0.5B's shape, bfloat16
+    python -m benchmarks.packing --plans-only      # no model
 
 Lengths are log-normal (median 400 tokens, sigma 1), cut at 8,192: the long tail of sampled responses; the CPU's model
 sees them divided by 8. All three ways train on the same sequences with the same token budget of a micro-batch:
