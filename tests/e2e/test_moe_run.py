@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from examples.quickstart.make_data import make
 from tests.e2e.test_runs import DP2, GRPO, _run
 
@@ -19,6 +21,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 def test_grpo_of_experts_on_two_expert_parallel_workers(tmp_path: Path) -> None:
     """N8: engines on each rank agree with the split model; the saved model is whole."""
     from transformers import AutoModelForCausalLM
