@@ -69,9 +69,9 @@ def test_ruff_catches_a_collective_in_an_algorithm(tmp_path: Path):
     assert "parallel/sample.py" not in done.stdout
 
 
-def test_pyright_is_clean():
-    done = pyright(ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_pyright_is_clean(pyright_result: tuple[int, str]):
+    status, output = pyright_result
+    assert status == 0, output
 
 
 def test_pyright_catches_a_wrong_type_and_a_missing_module(tmp_path: Path):

@@ -2,7 +2,8 @@
 
 Processes are forked from one server that has torch, Megatron-Core and transformers loaded: the first call of
 a test session pays for those imports (about ten seconds), each later one takes a fraction of a second. Ranks
-have the environment variables that the server started with.
+have the environment variables that the server started with. What a rank writes to its standard error (a crash of
+the C++ runtime, say) is in the report when it fails.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ def _fork_server() -> Any:
 def _rank_main(rank: int, world: int, folder: str, timeout: float, send: Connection, payload: bytes) -> None:
     stack = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  open as long as the process: a signal writes it
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    with open(Path(folder) / f"stderr{rank}", "wb") as errors:
+        os.dup2(errors.fileno(), 2)
+    faulthandler.enable(all_threads=True)
     try:
         import torch
         import torch.distributed as dist
@@ -145,7 +149,8 @@ def _collect(connections: dict[Connection, int], processes: list[Any], folder: P
                 message = pickle.loads(connection.recv_bytes())
             except EOFError:
                 processes[rank].join(GRACE_S)
-                message = (False, None, f"died with exit code {processes[rank].exitcode} and no exception\n")
+                died = f"died with exit code {processes[rank].exitcode} and no exception\n"
+                message = (False, None, died + _standard_error(folder, rank))
             if message[0]:
                 results[rank] = message[1]
                 continue
@@ -162,6 +167,12 @@ def _collect(connections: dict[Connection, int], processes: list[Any], folder: P
     return [results[rank] for rank in range(world)]
 
 
+def _standard_error(folder: Path, rank: int) -> str:
+    """The end of what the rank wrote there."""
+    file = folder / f"stderr{rank}"
+    return file.read_text(errors="replace")[-4000:] if file.exists() else ""
+
+
 def _describe_hang(ranks: list[int], processes: list[Any], folder: Path, timeout: float) -> str:
     lines = [f"ranks {ranks} of {len(processes)} did not finish within {timeout:g} s"]
     for rank in ranks:
@@ -171,4 +182,5 @@ def _describe_hang(ranks: list[int], processes: list[Any], folder: Path, timeout
     for rank in ranks:
         stack = folder / f"stack{rank}"
         lines.append(f"--- rank {rank} stood at ---\n{stack.read_text() if stack.exists() else '(not started)'}")
+        lines.append(_standard_error(folder, rank))
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -36,6 +37,13 @@ def _raise_unpicklable(rank: int, world: int) -> None:
 def _die_on_rank_one(rank: int, world: int) -> None:
     if rank == 1:
         os._exit(7)
+    time.sleep(30)
+
+
+def _abort_on_rank_one(rank: int, world: int) -> None:
+    if rank == 1:
+        print("why it aborts", file=sys.stderr, flush=True)
+        os.abort()
     time.sleep(30)
 
 
@@ -90,6 +98,13 @@ def test_a_rank_that_dies_is_named_at_once():
     with pytest.raises(RankFailed, match="rank 1 of 2: died with exit code 7"):
         run_ranks(2, _die_on_rank_one)
     assert time.monotonic() - started < 15
+
+
+def test_a_crash_shows_what_the_rank_wrote_and_where_it_stood():
+    with pytest.raises(RankFailed, match="rank 1 of 2: died with exit code -6") as caught:
+        run_ranks(2, _abort_on_rank_one)
+    assert "why it aborts" in str(caught.value)
+    assert "in _abort_on_rank_one" in str(caught.value)
 
 
 def test_the_deadline_names_the_ranks_and_where_they_stood():
