@@ -17,15 +17,16 @@ from megatron_rl.config.arithmetic import Row, batch_table, format_table, layout
 from megatron_rl.config.idle import idle_settings
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
-from megatron_rl.config.verl_keys import DIFFERENCES
 from megatron_rl.errors import ConfigError, Fault, MegatronRLError
+from megatron_rl.reshard import request as plan_request
+from megatron_rl.reshard.report import as_json, as_text, make_report
 
 VERBS: dict[str, str] = {
     "check": "resolve the config and print the run, its batch arithmetic and its layout; start nothing",
     "train": "run the training that the config describes",
     "eval": "score the model on data.val_files",
     "export": "write the model's weights in Hugging Face form",
-    "plan": "comes in a later version",
+    "plan": "reckon the bytes, seconds and memory of a weight sync between two layouts; needs no GPU",
     "report": "comes in a later version",
 }
 REFUSED = 2
@@ -45,20 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-rl: there is no verb {verb!r}; {hint}verbs: {', '.join(VERBS)}", file=sys.stderr)
         return REFUSED
     options = _parser(verb).parse_intermixed_args(arguments[1:])
-    if verb in ("plan", "report"):
+    if verb == "report":
         print(
             f"megatron-rl {verb}: comes in a later version; use `megatron-rl check` for the layout",
             file=sys.stderr,
         )
         return REFUSED
     files, overrides = split_arguments([*options.config, *options.arguments])
-    if not files and not overrides:
+    if not files and not overrides and not getattr(options, "model", None):
         print(
             f"megatron-rl {verb}: give a config: megatron-rl {verb} CONFIG.yaml [key=value ...]",
             file=sys.stderr,
         )
         return REFUSED
     try:
+        if verb == "plan":
+            return _plan(files, overrides, options)
         return _COMMANDS[verb](resolve(files, overrides), options)
     except MegatronRLError as error:
         if isinstance(error, ConfigError) and getattr(options, "json", False):
@@ -90,6 +93,13 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         "arguments", nargs="*", metavar="CONFIG.yaml | key=value", help="config files, then single settings"
     )
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="a config file, as above")
+    if verb == "plan":
+        keys = "\n".join(f"  {key:<42}{text}" for key, text in plan_request.KEYS.items())
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.epilog = f"keys with --model (a config has its own):\n{keys}"
+        names = "a config.json, a folder with one, or a name as qwen2.5/7b"
+        parser.add_argument("--model", metavar="MODEL", help=f"plan without a config: {names}")
+        parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     if verb == "check":
         parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
         parser.add_argument("--all", action="store_true", help="print every key, not only those that differ")
@@ -107,7 +117,7 @@ def _print_mapping(resolved: Resolved) -> None:
         print("\nverl's keys, accepted, no effect")
         print("\n".join(f"  {accepted}" for accepted in resolved.accepted))
     print("\ndifferent from verl")
-    print("\n".join(f"  {difference}" for difference in DIFFERENCES), end="\n\n")
+    print()
 
 
 def _check(resolved: Resolved, options: argparse.Namespace) -> int:
@@ -144,6 +154,22 @@ def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list
         "verl_accepted": [asdict(accepted) for accepted in resolved.accepted],
         "keys": keys,
     }
+
+
+def _plan(files: list[str], overrides: list[str], options: argparse.Namespace) -> int:
+    if options.model is not None:
+        if files:
+            cure = "leave out --model, or give settings as key=value"
+            raise ConfigError([Fault("--model", options.model, f"stands beside the config {files[0]}", cure)])
+        model, values = options.model, plan_request.parse(overrides)
+    else:
+        machine = [text for text in overrides if text.partition("=")[0] in plan_request.CONFIG_KEYS]
+        config = resolve(files, [text for text in overrides if text not in machine]).config
+        model, values = plan_request.settings_of(config)
+        values |= plan_request.parse(machine)
+    report = make_report(plan_request.request(model, values))
+    print(json.dumps(as_json(report), indent=2) if options.json else as_text(report))
+    return 0
 
 
 def _train(resolved: Resolved, options: argparse.Namespace) -> int:

@@ -31,6 +31,8 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] | None = None
+    """The chat messages that were rendered; None where the prompt is a plain string."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,55 @@ class OffloadReport:
         return {f"offload/{kind}_bytes": float(size) for kind, size in self.freed.items()} | {
             "time/offload": self.seconds
         }
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one weight sync did: of one rank, or of several added up.
+
+    Bytes of engine parameters: aliased (they are the trainer's memory), local (copied within a rank), moved (received
+    from other ranks). minimum: the least that had to be received, None where whole tensors were sent. full_gather: what
+    gathering the whole model on every rank would have received. messages: between ranks.
+    """
+
+    local_bytes: int = 0
+    aliased_bytes: int = 0
+    moved_bytes: int = 0
+    minimum_bytes: int | None = None
+    full_gather_bytes: int = 0
+    messages: int = 0
+    staging_bytes: int = 0
+    """Most memory for buckets on one rank."""
+    seconds: float = 0.0
+    """Of the slowest rank."""
+
+    def __add__(self, other: SyncReport) -> SyncReport:
+        least = (self.minimum_bytes, other.minimum_bytes)
+        return SyncReport(
+            local_bytes=self.local_bytes + other.local_bytes,
+            aliased_bytes=self.aliased_bytes + other.aliased_bytes,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            minimum_bytes=None if None in least else sum(size or 0 for size in least),
+            full_gather_bytes=self.full_gather_bytes + other.full_gather_bytes,
+            messages=self.messages + other.messages,
+            staging_bytes=max(self.staging_bytes, other.staging_bytes),
+            seconds=max(self.seconds, other.seconds),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """sync/<what>_bytes, sync/messages and sync/seconds."""
+        found = {
+            "sync/local_bytes": self.local_bytes,
+            "sync/aliased_bytes": self.aliased_bytes,
+            "sync/moved_bytes": self.moved_bytes,
+            "sync/full_gather_bytes": self.full_gather_bytes,
+            "sync/messages": self.messages,
+            "sync/staging_bytes": self.staging_bytes,
+            "sync/seconds": self.seconds,
+        }
+        if self.minimum_bytes is not None:
+            found["sync/minimum_bytes"] = self.minimum_bytes
+        return {name: float(value) for name, value in found.items()}
 
 
 @dataclass(frozen=True)

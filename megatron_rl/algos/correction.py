@@ -1,8 +1,18 @@
-"""How far the engine's probabilities are from the trainer's: measured on every step (contract N8)."""
+"""Engine and trainer disagree: by how much (contract N8), and what is done about it.
+
+The engine samples with one program and perhaps older weights, the trainer computes with another. rho = p_trainer /
+p_engine of a sampled token is what importance sampling weighs it by. Letters: S sequences, T tokens end to end.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from megatron_rl.algos.advantages import sequence_sums
+
+_LOG_RATIO_CAP = 20.0
 
 
 def mismatch_metrics(train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> dict[str, float]:
@@ -19,3 +29,120 @@ def mismatch_metrics(train_logprobs: torch.Tensor, rollout_logprobs: torch.Tenso
         "mismatch/abs_max": float(gap.abs().max()),
         "mismatch/kl": float(gap.mean()),
     }
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What becomes of each token."""
+
+    weights: torch.Tensor | None
+    """[T] float32 factors of the policy loss, 1 off the mask; None where none are asked for"""
+    kept: torch.Tensor
+    """[T] bool: loss_mask without what was rejected"""
+    metrics: dict[str, float]
+    """counts and shares of what was done, correction/..."""
+
+
+@dataclass(frozen=True)
+class _Ratios:
+    """rho of the trained tokens and of their sequences."""
+
+    token: torch.Tensor
+    """[T] float64, 1 off the mask"""
+    product: torch.Tensor
+    """[S] product over the sequence"""
+    geometric: torch.Tensor
+    """[S] geometric mean over the sequence"""
+    smallest: torch.Tensor
+    """[S] smallest of the sequence; 1 where none is smaller"""
+
+
+def _ratios(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    segment_ids: torch.Tensor,
+    num_sequences: int,
+) -> _Ratios:
+    log_ratio = torch.where(loss_mask, (old_logprobs - rollout_logprobs).double(), 0.0)
+    sums = sequence_sums(log_ratio, segment_ids, num_sequences)
+    counts = sequence_sums(loss_mask, segment_ids, num_sequences).clamp(min=1)
+    smallest = torch.zeros(num_sequences, dtype=torch.float64)
+    smallest = smallest.scatter_reduce(0, segment_ids, log_ratio, "amin")
+
+    def exp(logs: torch.Tensor) -> torch.Tensor:
+        return torch.exp(logs.clamp(-_LOG_RATIO_CAP, _LOG_RATIO_CAP))
+
+    return _Ratios(exp(log_ratio), exp(sums), exp(sums / counts), exp(smallest))
+
+
+def correct_rollouts(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    segment_ids: torch.Tensor,
+    num_sequences: int,
+    *,
+    weights: str | None,
+    weight_high: float,
+    weight_low: float,
+    reject: str | None,
+    reject_high: float,
+    reject_low: float,
+    veto_below: float | None,
+) -> Correction:
+    """Weights and rejections from rho, all [T] columns of the global batch.
+
+    weights: token      min(rho, high)                           token TIS, Yao et al. 2025
+             sequence   min(product of rho over the sequence, high) on each of its tokens    sequence TIS
+             icepop     rho where low <= rho <= high, else 0     IcePop, Ling Team 2025
+    reject:  token      tokens with rho outside [reject_low, reject_high] leave the loss
+             sequence   sequences whose product is outside do
+             geometric  sequences whose geometric mean is outside do
+    veto_below: a sequence with any rho below it leaves the loss.
+    A rejected token leaves the mask, and so the loss's denominators; one with weight 0 stays in them.
+    """
+    ratios = _ratios(old_logprobs, rollout_logprobs, loss_mask, segment_ids, num_sequences)
+    kept = loss_mask.clone()
+    vetoed = torch.zeros(num_sequences, dtype=torch.bool)
+    rejected = torch.zeros(num_sequences, dtype=torch.bool)
+    if veto_below is not None:
+        vetoed = ratios.smallest < veto_below
+    if reject == "token":
+        kept &= (ratios.token >= reject_low) & (ratios.token <= reject_high)
+    elif reject is not None:
+        of_sequence = {"sequence": ratios.product, "geometric": ratios.geometric}[reject]
+        rejected = (of_sequence < reject_low) | (of_sequence > reject_high)
+    kept &= ~(vetoed | rejected)[segment_ids]
+    found, untouched = _weights(ratios, segment_ids, weights, weight_high, weight_low)
+    metrics = {
+        "correction/masked_share": _share(~kept, loss_mask),
+        "correction/rejected_sequences": float(rejected.sum()),
+        "correction/vetoed_sequences": float(vetoed.sum()),
+    }
+    if found is not None:
+        metrics |= {
+            "correction/weight_mean": float(found[kept].mean()) if bool(kept.any()) else float("nan"),
+            "correction/weight_zero_share": _share(found == 0, kept),
+            "correction/weight_cut_share": _share(~untouched, kept),
+        }
+        found = torch.where(loss_mask, found, 1.0).float()
+    return Correction(found, kept, metrics)
+
+
+def _weights(
+    ratios: _Ratios, segment_ids: torch.Tensor, kind: str | None, high: float, low: float
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """[T] float64 weights, and where they are the ratio itself."""
+    if kind is None:
+        return None, torch.ones(len(segment_ids), dtype=torch.bool)
+    ratio = ratios.product[segment_ids] if kind == "sequence" else ratios.token
+    if kind == "icepop":
+        inside = (ratio >= low) & (ratio <= high)
+        return torch.where(inside, ratio, 0.0), inside
+    return ratio.clamp(max=high), ratio <= high
+
+
+def _share(what: torch.Tensor, of: torch.Tensor) -> float:
+    """Tokens of `of` where `what` holds, over those of `of`."""
+    return float((what & of).sum()) / max(int(of.sum()), 1)

@@ -1,4 +1,9 @@
-"""Estimators of KL(policy || reference) from one sample (Schulman 2020, "Approximating KL divergence")."""
+"""Estimators of KL(policy || reference) from one sample (Schulman 2020, "Approximating KL divergence").
+
+p is the policy's probability of the sampled token, q the reference's. Value and gradient are two things: an estimator
+whose mean is the KL may, as a loss, have a gradient whose mean is not the KL's. Each docstring says both, for samples
+drawn from p itself.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,23 @@ from collections.abc import Callable
 
 import torch
 
+KlEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """log p - log q: unbiased, may be negative. As a loss its gradient has mean 0: use it in the reward."""
+    """log p - log q: unbiased, may be negative. As a loss its gradient has mean 0: use it in the reward, or k1+."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """(log p - log q)^2 / 2: biased value; as an on-policy loss its gradient is the KL's."""
+    """(log p - log q)^2 / 2: biased value; as a loss its gradient is the KL's."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """q/p - 1 - log(q/p): unbiased value, never negative; as a loss its gradient is that of KL(reference || policy)."""
+    """q/p - 1 - log(q/p): unbiased value, never negative; as a loss biased: its gradient is that of
+    KL(reference || policy).
+    """
     log_ratio = ref_logprobs - logprobs
     return torch.expm1(log_ratio) - log_ratio
 
@@ -28,10 +37,42 @@ def k_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return (logprobs - ref_logprobs).abs()
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+def with_kl_gradient(estimator: KlEstimator) -> KlEstimator:
+    """The estimator's value with the gradient (log p - log q) grad log p, whose mean is the KL's gradient."""
+
+    def value_and_gradient(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+        surrogate = k2(logprobs, ref_logprobs)
+        return estimator(logprobs, ref_logprobs).detach() + surrogate - surrogate.detach()
+
+    return value_and_gradient
+
+
+KL_ESTIMATORS: dict[str, KlEstimator] = {
     "k1": k1,
     "k2": k2,
     "k3": k3,
     "abs": k_abs,
 }
-"""actor.kl_loss_type and algorithm.kl_penalty -> estimator ([n], [n]) -> [n]"""
+"""algorithm.kl_penalty -> estimator ([n], [n]) -> [n]"""
+
+KL_LOSSES: dict[str, KlEstimator] = {
+    **KL_ESTIMATORS,
+    **{f"{name}+": with_kl_gradient(estimator) for name, estimator in KL_ESTIMATORS.items()},
+}
+"""actor.kl_loss_type -> estimator; a name with + has the KL's own gradient"""
+
+
+def kl_loss(
+    name: str, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[n] KL terms of a loss. name: a key of KL_LOSSES.
+
+    ratio: new / old policy of each sampled token, differentiable, where the samples are the old policy's: each term
+    is weighted by it (DeepSeek-AI 2025, V3.2). Values are then unbiased for k1 and k3, gradients for k1, k3 and all
+    names with +. Without ratio, gradients after a step's first update are off by it.
+    """
+    terms = KL_LOSSES[name](logprobs, ref_logprobs)
+    if ratio is None:
+        return terms
+    # The + forms have the whole gradient already; the others need the ratio's part of it.
+    return terms * (ratio.detach() if name.endswith("+") else ratio)

@@ -1,4 +1,4 @@
-"""Sections `actor`, `critic` and `ref`: how the policy trains, and what it is compared with."""
+"""Sections `actor` and `ref`: how the policy trains, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron_rl.config.base import UserPath, section
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3", "abs"]
+KlLossType = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -59,6 +60,12 @@ class ParallelConfig:
     """Split activations between tensor-parallel ranks along the sequence, outside attention and MLP."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer's state over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Add gradients up over data-parallel ranks bucket by bucket, while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from data-parallel ranks bucket by bucket, while the next forward pass goes on."""
+    overlap_bucket_size: PositiveInt | None = None
+    """Parameters in such a bucket; 40 million, or 1 million for each data-parallel rank if more, when not given."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass instead of kept: attention's alone, or each layer's."""
     packing: bool = True
@@ -95,6 +102,12 @@ class ActorConfig(ParallelConfig):
     """Range below 1; clip_ratio when not given."""
     clip_ratio_high: PositiveFloat | None = None
     """Range above 1 (DAPO's clip-higher); clip_ratio when not given."""
+    clip_ratio_c: Annotated[float, Field(gt=1.0)] | None = 3.0
+    """Dual clip of ppo_clip: where the advantage is negative the ratio counts as at most this; null turns it off."""
+    tau_pos: PositiveFloat = 1.0
+    """Temperature of sapo's soft gate where the advantage is positive."""
+    tau_neg: PositiveFloat = 1.05
+    """Temperature of sapo's soft gate elsewhere: higher closes it faster."""
     loss_mode: str = "ppo_clip"
     """Policy loss: a name of megatron_rl.algos.LOSSES."""
     loss_agg_mode: LossAggMode = "token-mean"
@@ -105,8 +118,10 @@ class ActorConfig(ParallelConfig):
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
     """Weight of that KL in the loss."""
-    kl_loss_type: KlType = "k3"
-    """Estimator of that KL (Schulman 2020); abs is |log ratio|."""
+    kl_loss_type: KlLossType = "k3"
+    """Estimator of that KL (Schulman 2020); abs is |log ratio|. With a +: its value, and the KL's own gradient."""
+    kl_loss_importance: bool = False
+    """Weight that KL by new / old policy, which keeps it unbiased after a step's first update (DeepSeek-V3.2)."""
 
     @property
     def offloaded(self) -> tuple[str, ...]:
@@ -123,12 +138,6 @@ class ActorConfig(ParallelConfig):
     def clip_high(self) -> float:
         """Range above 1 that is in force."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
-
-@section
-class CriticConfig:
-    enable: bool = False
-    """Train a value model (needs an algorithm that uses one)."""
 
 
 @section

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.layout import ModelShape, inspect_critic
 from megatron_rl.config.run import RunConfig
 
 SHORTEST_SEQUENCE = 2
@@ -85,8 +85,20 @@ def batch_table(cfg: RunConfig) -> list[Row]:
     ]
     if cfg.trainer.total_training_steps is not None:
         steps = cfg.trainer.total_training_steps
+        # While the critic warms up the actor rests.
+        steps -= cfg.trainer.critic_warmup if cfg.critic.enable else 0
         rows.append(Row("optimizer updates of the run", steps * updates, f"{steps} steps * {updates}"))
-    return rows
+    return [*rows, *_critic_rows(cfg)]
+
+
+def _critic_rows(cfg: RunConfig) -> list[Row]:
+    """The critic's own updates; none where it has no transformer of its own."""
+    if not cfg.critic.enable or cfg.critic.share_backbone:
+        return []
+    part, batch = cfg.critic_training, cfg.data.train_batch_size
+    mini = part.ppo_mini_batch_size or cfg.mini_batch_size
+    how = f"{batch // mini} mini-batches of {mini} prompts * {part.ppo_epochs} ppo_epochs"
+    return [Row("critic's updates of a step", batch // mini * part.ppo_epochs, how)]
 
 
 def _budget(cfg: RunConfig) -> str:
@@ -111,7 +123,8 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
     ]
     if cfg.is_rl:
         engines = cfg.world_size // cfg.rollout.tp
-        rows.append(Row("engines", engines, f"{cfg.rollout.name}, {cfg.rollout.tp} rank each, on the actor's ranks"))
+        each = f"{cfg.rollout.tp} rank{'s' if cfg.rollout.tp > 1 else ''} each"
+        rows.append(Row("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))
         reference = cfg.ref.path or "the actor's starting weights"
         rows.append(
             Row(
@@ -120,17 +133,39 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
                 reference if cfg.needs_reference else "no KL term",
             )
         )
+        rows += [Row("critic", 1, _critic(cfg))] if cfg.critic.enable else []
     if shape is not None:
         rows += [
             Row("parameters", f"{shape.num_parameters():,}", f"{shape.architecture}, {cfg.model.dtype}"),
             Row("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
             Row("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
         ]
+        rows += [_critic_parameters(cfg, shape)] if cfg.critic.enable else []
         rows += _expert_rows(cfg, shape) if shape.num_experts else []
         parts, axis = (actor.expert_tp, "etp") if shape.num_experts else (actor.tp, "tp")
         columns = "columns of an expert on a rank" if shape.num_experts else "MLP columns of a rank"
         rows.append(Row(columns, shape.ffn_size // parts, f"{shape.ffn_size} / {axis} {parts}"))
     return rows
+
+
+def _critic(cfg: RunConfig) -> str:
+    if cfg.critic.share_backbone:
+        return "a head on the actor's transformer"
+    start = cfg.critic.path or "the actor's starting weights"
+    return f"a model of its own, split as the actor is; starts from {start}"
+
+
+def _critic_parameters(cfg: RunConfig, actor: ModelShape) -> Row:
+    """What the critic adds to the actor, and the memory of it over the ranks that hold one copy."""
+    shape = inspect_critic(cfg.critic.path)[0] if cfg.critic.path else actor
+    shape = actor if shape is None else shape
+    count = shape.hidden_size + 1
+    if not cfg.critic.share_backbone:
+        count += shape.num_parameters() - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size)
+    # Weights, float32 gradients, AdamW's two means; float32 masters of half-precision weights.
+    each = 16 if cfg.model.dtype == "float32" else 18
+    how = f"{each} bytes each with gradients and AdamW: {count * each / 1e6:,.3f} MB a copy"
+    return Row("critic's parameters", f"{count:,}", how)
 
 
 def _expert_rows(cfg: RunConfig, shape: ModelShape) -> list[Row]:

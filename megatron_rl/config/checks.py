@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES
+from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES, VALUE_ESTIMATORS
 from megatron_rl.errors import Fault
 
 if TYPE_CHECKING:
@@ -74,13 +74,6 @@ def expert_layout(cfg: RunConfig) -> list[Fault]:
     return [Fault("actor.ep", actor.ep, reason, cure)]
 
 
-def critic(cfg: RunConfig) -> list[Fault]:
-    """No value model is trained."""
-    if not cfg.critic.enable:
-        return []
-    return [Fault("critic.enable", True, "no algorithm here uses a critic yet", "set critic.enable=false")]
-
-
 def actor_layout(cfg: RunConfig) -> list[Fault]:
     """tp * pp * cp divides the ranks."""
     world, parts = cfg.world_size, cfg.model_parallel_size
@@ -98,15 +91,35 @@ def _ranks(cfg: RunConfig) -> str:
 
 
 def engine_layout(cfg: RunConfig) -> list[Fault]:
-    """One engine on each rank."""
-    tp = cfg.rollout.tp
+    """Engines of tp ranks each, on all ranks of the actor; only vLLM's span several."""
+    tp, name = cfg.rollout.tp, cfg.rollout.name
     if not cfg.is_rl or tp == 1:
         return []
-    reason = "engines over several ranks are not supported yet"
-    if cfg.world_size % tp:
-        reason = f"does not divide the {_ranks(cfg)}, and {reason}"
     cure = "set rollout.tp=1: each rank then has an engine of its own"
-    return [Fault("rollout.tp", tp, reason, cure)]
+    if name != "vllm":
+        return [Fault("rollout.tp", tp, f"the engine {name} runs on one rank", f"{cure}; or use rollout.name=vllm")]
+    if cfg.world_size % tp == 0:
+        return []
+    reason = f"does not divide the {_ranks(cfg)}: engines and actor share all ranks"
+    return [Fault("rollout.tp", tp, reason, f"use {listed(divisors(cfg.world_size))}")]
+
+
+_ENGINE_LAYOUT = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "distributed_executor_backend",
+)
+
+
+def engine_keywords(cfg: RunConfig) -> list[Fault]:
+    """The engine's layout is the run's to set: one engine on tp of the actor's ranks."""
+    reason = "sets the engine's layout, which is rollout.tp ranks of the actor's; other placements are not offered"
+    return [
+        Fault(f"rollout.engine_kwargs.{key}", cfg.rollout.engine_kwargs[key], reason, "remove it; rollout.tp decides")
+        for key in _ENGINE_LAYOUT
+        if key in cfg.rollout.engine_kwargs
+    ]
 
 
 def inline_backend(cfg: RunConfig) -> list[Fault]:
@@ -140,6 +153,27 @@ def sequence_parallel(cfg: RunConfig) -> list[Fault]:
         return []
     reason = "splits activations between tensor-parallel ranks, and actor.tp is 1"
     return [Fault("actor.sequence_parallel", True, reason, "set it to false, or actor.tp above 1")]
+
+
+def overlapped_gather(cfg: RunConfig) -> list[Fault]:
+    """Weights are gathered late only where an optimizer of parts leaves them to be, and bucket by bucket."""
+    actor = cfg.actor
+    if not actor.overlap_param_gather:
+        return []
+    missing: dict[str, str] = {}
+    if not actor.use_distributed_optimizer:
+        missing["use_distributed_optimizer"] = "each rank updates whole weights, so that there is nothing to gather"
+    if not actor.overlap_grad_reduce:
+        missing["overlap_grad_reduce"] = "all weights then make one bucket, and its first layer would wait for all"
+    return [
+        Fault(
+            "actor.overlap_param_gather",
+            True,
+            f"actor.{key} is off: {reason}",
+            f"set actor.{key}=true, or overlap_param_gather to false",
+        )
+        for key, reason in missing.items()
+    ]
 
 
 def mini_batches(cfg: RunConfig) -> list[Fault]:
@@ -199,18 +233,10 @@ def engine_length(cfg: RunConfig) -> list[Fault]:
     return [Fault("rollout.max_model_len", longest, reason, cure)]
 
 
-def group_size(cfg: RunConfig) -> list[Fault]:
-    """Group advantages compare at least two samples."""
-    if not cfg.is_rl or cfg.algorithm.adv_estimator != "grpo" or cfg.rollout.n >= 2:
-        return []
-    reason = "adv_estimator grpo compares the samples of a prompt, and one sample has nothing to compare with"
-    return [Fault("rollout.n", cfg.rollout.n, reason, "use 2 or more (8 is usual)")]
-
-
 def adv_estimator(cfg: RunConfig) -> list[Fault]:
     """The advantage estimator exists."""
-    name = cfg.algorithm.adv_estimator
-    return [] if name in ADV_ESTIMATORS else [unknown_name("algorithm.adv_estimator", name, ADV_ESTIMATORS)]
+    name, known = cfg.algorithm.adv_estimator, (*ADV_ESTIMATORS, *VALUE_ESTIMATORS)
+    return [] if name in known else [unknown_name("algorithm.adv_estimator", name, known)]
 
 
 def loss_mode(cfg: RunConfig) -> list[Fault]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import OneOrMany, UserPath, section
 
@@ -14,11 +14,24 @@ FileList = Annotated[list[UserPath], OneOrMany]
 @section
 class DataConfig:
     train_files: FileList
-    """Parquet or JSONL files of the training set; one path or a list."""
+    """Parquet, JSONL or Arrow files of the training set, or folders of datasets.save_to_disk; one path or a list."""
+    mix_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """data_source: weight. Each source's share of the training items is its weight over their sum; empty: every
+    row once an epoch."""
     val_files: FileList = Field(default_factory=list)
-    """Parquet or JSONL files of the validation set; empty: no validation."""
+    """Files of the validation set, of the same kinds; empty: no validation."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of chat messages, or a string."""
+    string_prompt: Literal["verbatim", "user"] = "verbatim"
+    """What a prompt that is a string is: the text that the model is given, or a user message for the template."""
+    label_key: str | None = None
+    """Column of the ground truth (dots lead into mappings: reward_model.ground_truth). When not given: that one,
+    else ground_truth, answer or label."""
+    metadata_key: str | None = None
+    """Column of the mapping that the reward gets as extra_info; when not given: extra_info, else metadata."""
+    data_source_key: str = "data_source"
+    """Column of the row's data source, for rewards, mixing and metrics (metadata.source_name, say); rows without
+    it belong to a source named like their file."""
     response_key: str = "response"
     """Column of the response (SFT rows that hold prompt and response)."""
     messages_key: str = "messages"
@@ -29,6 +42,9 @@ class DataConfig:
     """Longest response, in tokens: generation stops there; SFT rows may have max_prompt_length + this."""
     train_batch_size: PositiveInt = 64
     """Prompts of one RL step; sequences of one SFT step."""
+    val_batch_size: PositiveInt | None = None
+    """Validation rows that are sampled and scored at once, to bound memory; all (SFT: train_batch_size) when not
+    given. The metrics do not depend on it."""
     overlong_prompts: Literal["error", "filter", "truncate"] = "error"
     """What to do with rows that are too long; filtered and truncated rows are counted and shown."""
     shuffle: bool = True
@@ -37,3 +53,8 @@ class DataConfig:
     """How messages become text: the tokenizer's chat template, or their contents with nothing between."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keywords for the tokenizer's chat template (for instance enable_thinking)."""
+    num_workers: PositiveInt = 1
+    """Processes that render and tokenize the rows; 1 does it in the controller."""
+    cache_dir: UserPath | None = None
+    """Folder that keeps tokenized rows for later runs; used again only where rows, tokenizer, template and code are
+    the same. None keeps nothing."""

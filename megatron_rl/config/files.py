@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_rl.config.checks import divisors, listed, unknown_name
+from megatron_rl.config.checks import divisors, listed
 from megatron_rl.config.layout import ModelShape, inspect_model, stage_layers
-from megatron_rl.config.names import REWARD_NAMES, VLLM_HEAD_DIMS
+from megatron_rl.config.names import VLLM_HEAD_DIMS
 from megatron_rl.errors import Fault
 
 if TYPE_CHECKING:
@@ -19,21 +19,48 @@ if TYPE_CHECKING:
 
 
 def _data_files(key: str, paths: list[str]) -> list[Fault]:
-    cure = "give Parquet or JSONL files (relative paths start at the working directory)"
+    cure = "give Parquet, JSONL or Arrow files (relative paths start at the working directory)"
     faults: list[Fault] = []
     for number, path in enumerate(paths):
         name = key if len(paths) == 1 else f"{key}[{number}]"
         if not path or not Path(path).exists():
             faults.append(Fault(name, path, "there is no such file", cure))
         elif Path(path).is_dir():
-            faults.append(Fault(name, path, "is a folder, not a file", cure))
+            _, reason, help_ = dataset_shards(Path(path))
+            faults += [Fault(name, path, reason, help_)] if reason else []
     return faults
+
+
+def dataset_shards(folder: Path) -> tuple[list[Path], str, str]:
+    """(Arrow files in order, "", "") of a folder that Hugging Face `datasets` wrote with save_to_disk.
+
+    Of another folder: ([], what is wrong with it, what to give instead).
+    """
+    splits = folder / "dataset_dict.json"
+    state = folder / "state.json"
+    try:
+        if splits.is_file():
+            names = [str(folder / name) for name in json.loads(splits.read_text(encoding="utf-8"))["splits"]]
+            return [], "this folder holds a data set of several splits", f"give one of {', '.join(names)}"
+        if not state.is_file():
+            cure = "give a file, or a folder that datasets.save_to_disk wrote"
+            return [], "this folder has no state.json of a saved data set", cure
+        content = json.loads(state.read_text(encoding="utf-8"))
+        shards = [folder / entry["filename"] for entry in content["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        return [], f"its dataset_dict.json or state.json cannot be read ({error!r})", "save the data set again"
+    if content.get("_indices_data_files"):
+        return [], "its rows are picked by an index file, which is not read", "call flatten_indices before saving"
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        return [], f"{len(missing)} of its {len(shards)} files are missing: {', '.join(missing)}", "copy it again"
+    return shards, "", ""
 
 
 def train_files(cfg: RunConfig) -> list[Fault]:
     """The training files exist."""
     if not cfg.data.train_files:
-        return [Fault("data.train_files", [], "is empty", "give at least one Parquet or JSONL file")]
+        return [Fault("data.train_files", [], "is empty", "give at least one Parquet, JSONL or Arrow file")]
     return _data_files("data.train_files", cfg.data.train_files)
 
 
@@ -42,25 +69,8 @@ def val_files(cfg: RunConfig) -> list[Fault]:
     return _data_files("data.val_files", cfg.data.val_files)
 
 
-def reward_function(cfg: RunConfig) -> list[Fault]:
-    """The reward is a known name, or a file that defines it; modules are imported later, by rewards."""
-    value = cfg.reward.function
-    if not cfg.is_rl or value in REWARD_NAMES:
-        return []
-    place, colon, name = value.rpartition(":")
-    if not colon:
-        fault = unknown_name("reward.function", value, REWARD_NAMES)
-        forms = "; or package.module:function, or path/to/file.py:function"
-        return [Fault(fault.key, fault.value, fault.reason, fault.cure + forms)]
-    if not place or not name.isidentifier():
-        cure = "write package.module:function, or path/to/file.py:function"
-        return [Fault("reward.function", value, "does not name a place and a function", cure)]
-    if place.endswith(".py") or "/" in place:
-        return _reward_file(value, Path(place), name)
-    return []
-
-
-def _reward_file(value: str, file: Path, name: str) -> list[Fault]:
+def reward_file(value: str, file: Path, name: str) -> list[Fault]:
+    """A file that defines a reward is there and defines it; `value` is what the reward was called."""
     key = "reward.function"
     if not file.is_file():
         return [
@@ -111,10 +121,10 @@ def weights(cfg: RunConfig) -> list[Fault]:
     """Pretrained weights are all there."""
     if cfg.model.init != "pretrained" or not (Path(cfg.model.path) / "config.json").is_file():
         return []
-    return _weight_files(cfg.model.path, "model.path", ", or set model.init=random to start from random weights")
+    return weight_files(cfg.model.path, "model.path", ", or set model.init=random to start from random weights")
 
 
-def _weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
+def weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
     """Faults of a folder whose safetensors are missing, or incomplete by their own index."""
     index, single = Path(folder) / "model.safetensors.index.json", Path(folder) / "model.safetensors"
     if not index.is_file():
@@ -174,7 +184,7 @@ def reference(cfg: RunConfig) -> list[Fault]:
         if odd:
             reason = f"the reference must have the actor's shape, and has {', '.join(odd)}"
             faults.append(Fault("ref.path", path, reason, "use a reference of the same model as model.path"))
-    return [*faults, *_weight_files(path, "ref.path", "")]
+    return [*faults, *weight_files(path, "ref.path", "")]
 
 
 def tensor_parallel(cfg: RunConfig) -> list[Fault]:
@@ -191,6 +201,22 @@ def tensor_parallel(cfg: RunConfig) -> list[Fault]:
         return []
     reason = f"does not divide {' and '.join(odd)} of {cfg.model.path}"
     return [Fault("actor.tp", tp, reason, f"use {listed(shape.tp_choices())}")]
+
+
+def engine_parallel(cfg: RunConfig) -> list[Fault]:
+    """An engine's ranks get parts of the model as vLLM makes them."""
+    shape = _shape_of(cfg)
+    tp = cfg.rollout.tp
+    if shape is None or not cfg.is_rl or cfg.rollout.name != "vllm" or cfg.world_size % tp:
+        return []
+    fitting = shape.engine_tp_choices()
+    if tp in fitting:
+        return []
+    reason = (
+        f"vLLM cannot split {cfg.model.path} so: {shape.num_heads} heads, {shape.num_kv_heads} KV heads (a multiple or "
+        f"a divisor of tp), an inner size of {shape.ffn_size}, and {shape.vocab_size} tokens padded to a multiple of 64"
+    )
+    return [Fault("rollout.tp", tp, reason, f"use {listed(fitting)}")]
 
 
 def experts(cfg: RunConfig) -> list[Fault]:

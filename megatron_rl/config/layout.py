@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from megatron_rl.errors import ConfigError, Fault
 
@@ -99,6 +99,16 @@ class ModelShape:
         common = gcd(self.num_heads, self.num_kv_heads, 0 if self.num_experts else self.ffn_size)
         return [tp for tp in range(1, common + 1) if common % tp == 0]
 
+    def engine_tp_choices(self) -> list[int]:
+        """Tensor-parallel sizes of a vLLM engine, ascending: KV heads are copied where there are fewer than ranks."""
+        vocab = -(-self.vocab_size // 64) * 64
+        return [
+            tp
+            for tp in range(1, self.num_heads + 1)
+            if not (self.num_heads % tp or self.ffn_size % tp or vocab % tp)
+            and (self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0)
+        ]
+
     def num_parameters(self) -> int:
         """Trained numbers of the whole model; tied embeddings count once."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -162,9 +172,40 @@ def read_model_shape(folder: str, key: str = "model.path") -> ModelShape:
 def inspect_model(folder: str, key: str = "model.path") -> tuple[ModelShape | None, list[Fault]]:
     """As read_model_shape, but returns the faults; the shape is None when there is any."""
     fields, faults = _read_json(folder, key)
+    return (None, faults) if fields is None else _inspect(fields, str(Path(folder) / "config.json"))
+
+
+HeadKind = Literal["causal", "sequence", "token"]
+_CLASSIFIERS: dict[str, HeadKind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
+
+
+def inspect_critic(folder: str, key: str = "critic.path") -> tuple[ModelShape | None, HeadKind, list[Fault]]:
+    """As inspect_model, of a model that a critic can start from: causal (without a value head), or a sequence or token
+    classifier, whose score head is a value head. The shape's architecture is the causal one of the same transformer.
+    """
+    fields, faults = _read_json(folder, key)
     if fields is None:
-        return None, faults
-    where = str(Path(folder) / "config.json")
+        return None, "causal", faults
+    names: object = fields.get("architectures")
+    name = str(cast("list[object]", names)[0]) if isinstance(names, list) and names else ""
+    kind: HeadKind = "causal"
+    for ending, of_ending in _CLASSIFIERS.items():
+        if name.endswith(ending):
+            kind = of_ending
+            fields = fields | {"architectures": [name.removesuffix(ending) + "ForCausalLM"]}
+    shape, faults = _inspect(fields, str(Path(folder) / "config.json"))
+    return shape, kind, faults
+
+
+def read_critic_shape(folder: str) -> tuple[ModelShape, HeadKind]:
+    """As inspect_critic; raises ConfigError with every fault."""
+    shape, kind, faults = inspect_critic(folder)
+    if shape is None:
+        raise ConfigError(faults)
+    return shape, kind
+
+
+def _inspect(fields: dict[str, Any], where: str) -> tuple[ModelShape | None, list[Fault]]:
     architecture, faults = _architecture(fields, where)
     if architecture is None:
         return None, faults

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import verl
 from megatron_rl.config.explain import MISSING, bad_value, refused_value, unknown_key
-from megatron_rl.config.reader import Entry, read_file, read_overrides, resolve_numbers
+from megatron_rl.config.reader import Entry, NoEffect, read_file, read_overrides, resolve_numbers
 from megatron_rl.config.run import RunConfig, cross_faults
 from megatron_rl.config.schema import Schema, schema_of
 from megatron_rl.errors import ConfigError, Fault
@@ -29,7 +29,7 @@ class Resolved:
 
     config: RunConfig
     mapped: tuple[verl.Mapped, ...]
-    accepted: tuple[verl.Accepted, ...]
+    accepted: tuple[NoEffect, ...]
 
 
 @cache
@@ -54,7 +54,7 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = ()) -> Resolved:
     entries, faults, complete = _read(paths, overrides, schema)
     unreadable = {fault.key for fault in faults} & schema.keys.keys()
     mapped: tuple[verl.Mapped, ...] = ()
-    accepted: tuple[verl.Accepted, ...] = ()
+    accepted: tuple[NoEffect, ...] = ()
     if verl.is_verl(entries):
         translation = verl.translate(entries, schema)
         entries, mapped, accepted = translation.entries, translation.mapped, translation.accepted

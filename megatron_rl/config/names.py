@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-ADV_ESTIMATORS: tuple[str, ...] = ("grpo",)
+GROUP_ESTIMATORS: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+"""Estimators that compare the samples of a prompt, and so need two or more."""
+ADV_ESTIMATORS: tuple[str, ...] = (*GROUP_ESTIMATORS, "reinforce_plus_plus", "remax")
 """Keys of megatron_rl.algos.ADVANTAGES."""
-LOSS_MODES: tuple[str, ...] = ("ppo_clip",)
+VALUE_ESTIMATORS: tuple[str, ...] = ("gae",)
+"""Estimators that need a critic's values (trainers/ppo.py)."""
+LOSS_MODES: tuple[str, ...] = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce")
 """Keys of megatron_rl.algos.LOSSES."""
-REWARD_NAMES: tuple[str, ...] = ("exact_match", "math", "numeric")
+REWARD_NAMES: tuple[str, ...] = ("code", "exact_match", "format", "math", "numeric", "reasoning_gym", "regex")
 """Keys of megatron_rl.rewards.REWARDS."""
 VLLM_HEAD_DIMS: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM has kernels for."""

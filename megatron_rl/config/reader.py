@@ -40,6 +40,18 @@ class Entry:
     """Place of the source in the order of merging; a later one wins."""
 
 
+@dataclass(frozen=True)
+class NoEffect:
+    """A setting that changes nothing in this run, and why."""
+
+    key: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value}  ({self.why})"
+
+
 _ON_COMMAND_LINE = "on the command line"
 
 

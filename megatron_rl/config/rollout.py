@@ -21,6 +21,8 @@ class ValSamplingConfig:
     """Nucleus of validation samples."""
     top_k: int = -1
     """Most likely tokens kept in validation; -1 keeps all."""
+    pass_score: float = 1.0
+    """A validation sample counts as passed in pass@k with at least this score."""
 
 
 @section
@@ -39,6 +41,14 @@ class RolloutConfig:
     """Texts that end a response, beside the end-of-sequence tokens."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks of one engine."""
+    share_weights: bool = True
+    """Make engine parameters the trainer's own memory where both hold the same part in the same order and precision
+    (vLLM; not with actor.param_offload). The others are copied at each sync."""
+    weight_sync: Literal["reshard", "full"] = "reshard"
+    """How weights reach the engine: reshard moves what a rank's engine lacks and nothing else; full gathers every
+    tensor whole on every rank, for comparison (nothing is shared then)."""
+    sync_bucket_mb: PositiveInt = 256
+    """Staging memory for weights that go from rank to rank, in MiB a rank."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of the engine's weights; model.dtype when not given."""
     gpu_memory_utilization: Share = 0.5
@@ -58,6 +68,6 @@ class RolloutConfig:
     seed_per_sample: bool = True
     """Give each sample a seed of its own, so that samples depend neither on the layout nor on batch order."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keywords for the engine's constructor."""
+    """Further keywords for the engine's constructor; rollout.tp sets its layout."""
     val: ValSamplingConfig = Field(default_factory=ValSamplingConfig)
     """Sampling of the validation set."""

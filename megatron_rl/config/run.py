@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from megatron_rl.config import checks, files
-from megatron_rl.config.actor import ActorConfig, CriticConfig, RefConfig
+from megatron_rl.config import algos, checks, files, ppo, reward_checks
+from megatron_rl.config.actor import ActorConfig, RefConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.base import section
 from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.reward import RewardConfig
@@ -44,6 +45,22 @@ class RunConfig:
     def needs_reference(self) -> bool:
         """The run compares the policy with a frozen one."""
         return self.is_rl and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
+
+    @property
+    def critic_training(self) -> ActorConfig:
+        """How the critic trains, in the actor's terms: its own keys where given, else the actor's."""
+        critic = self.critic
+        names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu", "ppo_epochs", "recompute")
+        own = {name: getattr(critic, name) for name in names if getattr(critic, name) is not None}
+        return replace(
+            self.actor,
+            optim=critic.optim,
+            loss_agg_mode=critic.loss_agg_mode,
+            param_offload=critic.param_offload,
+            grad_offload=critic.grad_offload,
+            optimizer_offload=critic.optimizer_offload,
+            **own,
+        )
 
     @property
     def world_size(self) -> int:
@@ -94,24 +111,68 @@ _WORLD = ("cluster.nnodes", "cluster.n_gpus_per_node")
 _MODEL_PARALLEL = ("actor.tp", "actor.pp", "actor.cp")
 _STAGES = ("actor.pp", "actor.num_layers_in_first_pipeline_stage", "actor.num_layers_in_last_pipeline_stage")
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+_GROUP_FILTERS = ("algorithm.drop_flat_groups", "algorithm.filter_groups.enable")
+_CORRECTION = tuple(
+    f"algorithm.rollout_correction.{key}"
+    for key in (
+        *("rollout_is", "rollout_is_threshold", "rollout_is_threshold_lower", "bypass_mode"),
+        *("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold"),
+    )
+)
 _BATCH = ("algorithm.name", "data.train_batch_size", "actor.ppo_mini_batch_size")
+_REWARD = ("algorithm.name", "reward.function", "reward.kwargs", "reward.parts", "reward.by_source")
 _KL = ("algorithm.name", "actor.use_kl_loss", "algorithm.use_kl_in_reward")
+_LAYOUT_KEYS = ("tp", "pp", "cp", "sequence_parallel")
+_CRITIC_LAYOUT = ("critic.enable", *(f"{part}.{key}" for part in ("actor", "critic") for key in _LAYOUT_KEYS))
+_CRITIC_SIZES = (
+    "critic.enable",
+    "critic.ppo_mini_batch_size",
+    "critic.max_tokens_per_gpu",
+    "data.train_batch_size",
+    "actor.cp",
+    *_LENGTHS,
+)
+_SHARED = (
+    *(f"critic.{key}" for key in ("enable", "share_backbone", "path", "recompute", "ppo_epochs")),
+    *("critic.ppo_mini_batch_size", "critic.ppo_micro_batch_size_per_gpu", "critic.max_tokens_per_gpu"),
+    "trainer.critic_warmup",
+)
+_CRITIC_FILES = ("critic.enable", "critic.path", "model.path", "actor.tp", "actor.vpp", "actor.ep", *_STAGES, *_LENGTHS)
 
 CHECKS: tuple[Check, ...] = (
     Check(("actor.pp", "actor.vpp"), checks.virtual_pipeline),
     Check(_STAGES, checks.uneven_pipeline),
     Check((*_WORLD, "actor.tp", "actor.pp", "actor.ep", "actor.etp"), checks.expert_layout),
-    Check(("critic.enable",), checks.critic),
+    Check(("algorithm.name", "algorithm.adv_estimator", "critic.enable"), ppo.critic_belongs),
+    Check(("algorithm.name", *_GROUP_FILTERS), ppo.group_filters),
+    Check(_CRITIC_LAYOUT, ppo.critic_layout),
+    Check(_SHARED, ppo.shared_backbone),
+    Check(_CRITIC_SIZES, ppo.critic_sizes),
+    Check(("algorithm.name", "trainer.critic_warmup", "trainer.total_training_steps"), ppo.critic_warmup),
     Check((*_WORLD, *_MODEL_PARALLEL), checks.actor_layout),
-    Check((*_WORLD, "algorithm.name", "rollout.tp"), checks.engine_layout),
+    Check((*_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), checks.engine_layout),
+    Check(("rollout.engine_kwargs",), checks.engine_keywords),
     Check((*_WORLD, "cluster.backend"), checks.inline_backend),
     Check(("cluster.backend", "cluster.ray_address", "cluster.ray_port"), checks.ray_address),
     Check(("actor.tp", "actor.sequence_parallel"), checks.sequence_parallel),
+    Check(
+        ("actor.use_distributed_optimizer", "actor.overlap_grad_reduce", "actor.overlap_param_gather"),
+        checks.overlapped_gather,
+    ),
     Check(_BATCH, checks.mini_batches),
     Check((*_BATCH, *_WORLD, *_MODEL_PARALLEL, "rollout.n"), checks.ranks_have_work),
     Check((*_LENGTHS, "actor.max_tokens_per_gpu", "actor.cp"), checks.token_budget),
     Check((*_LENGTHS, "algorithm.name", "rollout.max_model_len"), checks.engine_length),
-    Check(("algorithm.name", "algorithm.adv_estimator", "rollout.n"), checks.group_size),
+    Check(
+        ("algorithm.name", "algorithm.adv_estimator", "rollout.n", *_GROUP_FILTERS),
+        algos.group_size,
+    ),
+    Check(("algorithm.name", "actor.clip_ratio", "actor.clip_ratio_low"), algos.clip_range),
+    Check(
+        ("algorithm.name", "algorithm.overlong_buffer.enable", "algorithm.overlong_buffer.len", _LENGTHS[1]),
+        algos.overlong_buffer,
+    ),
+    Check(("algorithm.name", *_CORRECTION), algos.rollout_correction),
     Check(("algorithm.adv_estimator",), checks.adv_estimator),
     Check(("actor.loss_mode",), checks.loss_mode),
     Check(("algorithm.name", "rollout.top_p"), checks.top_p),
@@ -126,12 +187,15 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(("data.train_files",), files.train_files),
     Check(("data.val_files",), files.val_files),
-    Check(("algorithm.name", "reward.function"), files.reward_function),
+    Check(_REWARD, reward_checks.reward_functions),
+    Check(_REWARD, reward_checks.reward_workers),
     Check(("model.path",), files.model),
+    Check(_CRITIC_FILES, ppo.critic_files),
     Check(("model.path", "model.init"), files.weights),
     Check(("model.path", "model.tokenizer_path"), files.tokenizer),
     Check((*_KL, "ref.path"), files.reference),
     Check(("model.path", "actor.tp"), files.tensor_parallel),
+    Check(("model.path", *_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), files.engine_parallel),
     Check(("model.path", "actor.tp", "actor.ep", "actor.etp", "actor.sequence_parallel"), files.experts),
     Check(("model.path", "actor.vpp", *_STAGES), files.pipeline_stages),
     Check(("model.path", "algorithm.name", "rollout.name"), files.head_dim),

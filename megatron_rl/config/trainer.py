@@ -18,6 +18,8 @@ class TrainerConfig:
     """Passes over the training files."""
     total_training_steps: PositiveInt | None = None
     """Steps of the run, whatever the epochs; derived from total_epochs when not given."""
+    critic_warmup: NonNegativeInt = 0
+    """First steps of a PPO run in which the critic alone is updated."""
     target_loss: PositiveFloat | None = None
     """SFT stops once the running mean (0.9) of the training loss is below this."""
     seed: NonNegativeInt = 0

@@ -13,9 +13,9 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_rl.config import verl_keys as keys
-from megatron_rl.config.reader import Entry
+from megatron_rl.config.reader import Entry, NoEffect
 from megatron_rl.config.schema import Schema
-from megatron_rl.config.verl_keys import ACTOR, REF, ROLLOUT
+from megatron_rl.config.verl_keys import ACTOR, CRITIC, REF, ROLLOUT
 from megatron_rl.errors import Fault
 
 _DEFAULT = "verl's default"
@@ -35,24 +35,12 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """A key of verl that changes nothing here, and why."""
-
-    verl_key: str
-    value: Any
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.verl_key} = {self.value}  ({self.why})"
-
-
-@dataclass(frozen=True)
 class Translation:
     """A verl config in our keys."""
 
     entries: list[Entry]
     mapped: tuple[Mapped, ...]
-    accepted: tuple[Accepted, ...]
+    accepted: tuple[NoEffect, ...]
     faults: list[Fault]
 
 
@@ -101,7 +89,7 @@ class _Work:
     schema: Schema
     placed: dict[str, Entry] = field(default_factory=dict[str, Entry])
     mapped: list[Mapped] = field(default_factory=list[Mapped])
-    accepted: list[Accepted] = field(default_factory=list[Accepted])
+    accepted: list[NoEffect] = field(default_factory=list[NoEffect])
     faults: list[Fault] = field(default_factory=list[Fault])
     done: set[str] = field(default_factory=set[str])
 
@@ -128,7 +116,7 @@ class _Work:
     def accept(self, verl_key: str, why: str) -> None:
         """Note that a key changes nothing."""
         self.done.add(verl_key)
-        self.accepted.append(Accepted(verl_key, self.latest[verl_key].value, why))
+        self.accepted.append(NoEffect(verl_key, self.latest[verl_key].value, why))
 
     def refuse(self, verl_key: str, reason: str, cure: str) -> None:
         """Note that a key cannot be honoured."""
@@ -197,8 +185,6 @@ def _no_counterpart(schema: Schema, key: str) -> tuple[str, str]:
     """(reason, cure) of a key of verl that is neither mapped nor neutral."""
     if key in keys.CURES:
         return "this value of a verl key has no counterpart here", keys.CURES[key]
-    if key.startswith("critic."):
-        return "this verl key has no counterpart here", "remove it: no algorithm here uses a critic yet"
     if key in known_keys():
         return (
             "this value of a verl key has no counterpart here",
@@ -238,13 +224,55 @@ def _overlong(work: _Work) -> None:
 
 
 def _gen_batch(work: _Work) -> None:
-    key = "data.gen_batch_size"
-    if key not in work.latest:
+    """Dynamic sampling takes batches of data.train_batch_size here: as many of them as verl's hold."""
+    key, bound = "data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"
+    train, most = work.value("data.train_batch_size", 1024), work.value(bound)
+    size, batches = work.value(key) or train, most
+    if isinstance(most, int) and isinstance(size, int) and isinstance(train, int) and most > 0 and train > 0:
+        batches = -(-most * size // train)
+    if key in work.latest:
+        if size == train:
+            work.accept(key, "equal to data.train_batch_size")
+        elif work.value("algorithm.filter_groups.enable") and batches:
+            work.accept(key, f"batches have {train} prompts here, and a step samples at most {batches} of them")
+        else:
+            work.refuse(key, "prompts of a step are data.train_batch_size here", "remove it")
+    if bound not in work.latest:
         return
-    if work.value(key) in (None, work.value("data.train_batch_size", 1024)):
-        work.accept(key, "equal to data.train_batch_size")
+    if not batches and work.value("algorithm.filter_groups.enable"):
+        work.refuse(bound, "sampling is bounded here", f"write {bound}=10, for instance")
+    elif not batches:
+        work.accept(bound, "filter_groups.enable is off")
     else:
-        work.refuse(key, "prompts of a step are data.train_batch_size here", "remove it")
+        work.place(work.latest[bound], bound, batches)
+
+
+_CORRECTION = "algorithm.rollout_correction."
+
+
+def _correction(work: _Work) -> None:
+    """verl writes a range as "low_high"; weights within a range are IcePop's, and named so here."""
+    for kind in ("is", "rs"):
+        mode, high = f"{_CORRECTION}rollout_{kind}", f"{_CORRECTION}rollout_{kind}_threshold"
+        bounds = work.value(high)
+        ranged = isinstance(bounds, str) and "_" in bounds
+        if high in work.latest:
+            for end, value in zip(("_lower", ""), bounds.split("_", 1) if ranged else (None, bounds), strict=True):
+                if value is not None:
+                    work.place(work.latest[high], high + end, value)
+            if bounds is None:
+                work.accept(high, "the default, as here")
+        if f"{high}_lower" in work.latest and kind == "rs":
+            work.place(work.latest[f"{high}_lower"], f"{high}_lower", work.value(f"{high}_lower"))
+        if mode not in work.latest:
+            continue
+        value = work.value(mode)
+        if kind == "is":
+            work.place(work.latest[mode], mode, "icepop" if ranged and value == "token" else value)
+        elif value is None or value in keys.REJECT:
+            work.place(work.latest[mode], mode, None if value is None else keys.REJECT[value])
+        else:
+            work.refuse(mode, "is not offered here", f"choices: {', '.join(keys.REJECT)}")
 
 
 def _betas(work: _Work) -> None:
@@ -302,22 +330,50 @@ _LAYOUT = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+_LAYOUT_OF_ACTOR_ALONE = (_LAYOUT[2], *_LAYOUT[4:])
 
 
-def _reference_layout(work: _Work) -> None:
-    for name in _LAYOUT:
-        key, actors = f"{REF}megatron.{name}", f"{ACTOR}megatron.{name}"
-        if key not in work.latest:
-            continue
-        actor = work.value(actors)
-        if (work.value(key) or 1) == (actor or 1):
-            work.accept(key, "equal to the actor's, as it must be here")
-        else:
-            reason = f"the reference has the actor's layout here, and {actors} is {actor or 1}"
-            work.refuse(key, reason, "give both the same value")
-    key = f"{REF}megatron.sequence_parallel"
-    if key in work.latest:
-        work.accept(key, "the reference has the actor's layout; same numbers")
+def _layout_of_others(work: _Work) -> None:
+    """Reference and critic have the actor's layout (the critic's tp, pp and cp are keys of ours, checked as such)."""
+    for prefix, who, names in ((REF, "reference", _LAYOUT), (CRITIC, "critic", _LAYOUT_OF_ACTOR_ALONE)):
+        for name in names:
+            key, actors = f"{prefix}megatron.{name}", f"{ACTOR}megatron.{name}"
+            if key not in work.latest:
+                continue
+            actor = work.value(actors)
+            if (work.value(key) or 1) == (actor or 1):
+                work.accept(key, "equal to the actor's, as it must be here")
+            else:
+                reason = f"the {who} has the actor's layout here, and {actors} is {actor or 1}"
+                work.refuse(key, reason, "give both the same value")
+        key = f"{prefix}megatron.sequence_parallel"
+        if key in work.latest:
+            work.accept(key, f"the {who} has the actor's layout; same numbers")
+
+
+def _critic(work: _Work) -> None:
+    """verl's trainer is PPO where advantages come from GAE, its default; a critic is trained then unless it is told
+    otherwise.
+    """
+    key = "algorithm.adv_estimator"
+    entry = work.latest.get(key, Entry(key, "gae", "", -1))
+    if entry.value != "gae":
+        return
+    if "algorithm.name" not in work.latest:
+        work.place(entry, "algorithm.name", "ppo", note=_DEFAULT)
+    if work.value("critic.enable") is None:
+        work.place(entry, "critic.enable", True, note=_DEFAULT)
+    work.done.difference_update({key})
+
+
+def _critic_betas(work: _Work) -> None:
+    key = CRITIC + "optim.betas"
+    betas = work.value(key)
+    if isinstance(betas, list) and len(betas) == 2:  # pyright: ignore[reportUnknownArgumentType]
+        work.place(work.latest[key], "critic.optim.adam_beta1", betas[0])
+        work.place(work.latest[key], "critic.optim.adam_beta2", betas[1])
+    elif key in work.latest:
+        work.refuse(key, "is not a list of two numbers", f"write {key}=[0.9,0.999]")
 
 
 def _lengths(work: _Work) -> None:
@@ -353,8 +409,11 @@ def _reward(work: _Work) -> None:
             for entry in given:
                 work.accept(entry.key, "no reward file is given")
             continue
+        spec = f"{path}:{name or 'compute_score'}"
+        # Operators in a path would be read as those of a composition.
+        spec = f"'{spec}'" if set(spec) & set(" +|*()") else spec
         for entry in given:
-            work.place(entry, "reward.function", f"{path}:{name or 'compute_score'}")
+            work.place(entry, "reward.function", spec)
     if "reward.function" not in work.placed and "reward.function" not in work.latest:
         chooser = Entry("custom_reward_function.path", None, "", -1)
         note = f"{_DEFAULT} goes by data_source; math grades numbers and formulas"
@@ -376,11 +435,14 @@ def _run_folder(work: _Work) -> None:
 _COMBINED: tuple[Callable[[_Work], None], ...] = (
     _overlong,
     _gen_batch,
+    _correction,
     _betas,
     _min_lr,
     _sequence_parallel,
     _expert_split,
-    _reference_layout,
+    _layout_of_others,
+    _critic,
+    _critic_betas,
     _lengths,
     _greedy_validation,
     _reward,
@@ -390,12 +452,17 @@ _COMBINED_KEYS: tuple[str, ...] = (
     "data.filter_overlong_prompts",
     "data.truncation",
     "data.gen_batch_size",
+    "algorithm.filter_groups.max_num_gen_batches",
+    *(f"{_CORRECTION}rollout_{key}" for key in ("is", "is_threshold", "rs", "rs_threshold", "rs_threshold_lower")),
     ACTOR + "optim.betas",
     ACTOR + "optim.min_lr",
     ACTOR + "megatron.sequence_parallel",
     ACTOR + "megatron.expert_tensor_parallel_size",
     *(f"{REF}megatron.{name}" for name in _LAYOUT),
     REF + "megatron.sequence_parallel",
+    *(f"{CRITIC}megatron.{name}" for name in _LAYOUT_OF_ACTOR_ALONE),
+    CRITIC + "megatron.sequence_parallel",
+    CRITIC + "optim.betas",
     ROLLOUT + "prompt_length",
     ROLLOUT + "response_length",
     ROLLOUT + "val_kwargs.do_sample",

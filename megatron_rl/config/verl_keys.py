@@ -9,6 +9,7 @@ ACTOR = "actor_rollout_ref.actor."
 MODEL = "actor_rollout_ref.model."
 ROLLOUT = "actor_rollout_ref.rollout."
 REF = "actor_rollout_ref.ref."
+CRITIC = "critic."
 
 SAME_NAME = (
     "data.train_files",
@@ -16,14 +17,22 @@ SAME_NAME = (
     "data.max_prompt_length",
     "data.max_response_length",
     "data.train_batch_size",
+    "data.val_batch_size",
     "data.shuffle",
-    "algorithm.adv_estimator",
     "algorithm.norm_adv_by_std_in_grpo",
     "algorithm.use_kl_in_reward",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_epochs",
+    "critic.cliprange_value",
+    "critic.loss_agg_mode",
     "reward.num_workers",
     "trainer.total_epochs",
     "trainer.total_training_steps",
     "trainer.val_before_train",
+    "trainer.critic_warmup",
     "trainer.logger",
     "trainer.project_name",
     "trainer.experiment_name",
@@ -41,6 +50,16 @@ RENAMED: dict[str, str] = {
     ACTOR + "clip_ratio": "actor.clip_ratio",
     ACTOR + "clip_ratio_low": "actor.clip_ratio_low",
     ACTOR + "clip_ratio_high": "actor.clip_ratio_high",
+    ACTOR + "clip_ratio_c": "actor.clip_ratio_c",
+    **{f"{ACTOR}{part}{leaf}": f"actor.{leaf}" for part in ("", "policy_loss.") for leaf in ("tau_pos", "tau_neg")},
+    **{
+        f"reward_model.{part}.{leaf}": f"algorithm.overlong_buffer.{leaf}"
+        for part in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")
+        for leaf in ("enable", "len", "penalty_factor")
+    },
+    "algorithm.rollout_correction.rollout_token_veto_threshold": (
+        "algorithm.rollout_correction.rollout_token_veto_threshold"
+    ),
     ACTOR + "loss_agg_mode": "actor.loss_agg_mode",
     ACTOR + "entropy_coeff": "actor.entropy_coeff",
     ACTOR + "use_kl_loss": "actor.use_kl_loss",
@@ -75,7 +94,22 @@ RENAMED: dict[str, str] = {
     ROLLOUT + "val_kwargs.temperature": "rollout.val.temperature",
     ROLLOUT + "val_kwargs.top_p": "rollout.val.top_p",
     REF + "model.path": "ref.path",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
+    CRITIC + "model.path": "critic.path",
+    CRITIC + "ppo_max_token_len_per_gpu": "critic.max_tokens_per_gpu",
+    CRITIC + "megatron.tensor_model_parallel_size": "critic.tp",
+    CRITIC + "megatron.pipeline_model_parallel_size": "critic.pp",
+    CRITIC + "megatron.context_parallel_size": "critic.cp",
+    CRITIC + "grad_clip": "critic.optim.grad_clip",
+    CRITIC + "optim.clip_grad": "critic.optim.grad_clip",
+    CRITIC + "optim.lr": "critic.optim.lr",
+    CRITIC + "optim.weight_decay": "critic.optim.weight_decay",
+    CRITIC + "optim.lr_decay_steps": "critic.optim.lr_decay_steps",
+    CRITIC + "optim.lr_decay_style": "critic.optim.lr_scheduler",
+    CRITIC + "optim.lr_scheduler_type": "critic.optim.lr_scheduler",
+    CRITIC + "optim.warmup_style": "critic.optim.lr_scheduler",
+    **{
+        f"algorithm.kl_ctrl.{leaf}": f"algorithm.kl_ctrl.{leaf}" for leaf in ("type", "kl_coef", "target_kl", "horizon")
+    },
     "trainer.nnodes": "cluster.nnodes",
     "trainer.n_gpus_per_node": "cluster.n_gpus_per_node",
     "trainer.device": "cluster.device",
@@ -84,23 +118,42 @@ RENAMED: dict[str, str] = {
 """verl's key -> the key that takes its value as it is."""
 
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL_LOSS = KL | {f"{name}+": f"{ours}+" for name, ours in KL.items()}
+# verl's names of what is rejected: by older ones, and by the estimator of newer ones.
+REJECT = {
+    "token": "token", "sequence": "sequence", "geometric": "geometric",
+    "token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric",
+}  # fmt: skip
 
 CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
-    ACTOR + "kl_loss_type": ("actor.kl_loss_type", KL),
+    ACTOR + "kl_loss_type": ("actor.kl_loss_type", KL_LOSS),
     "algorithm.kl_penalty": ("algorithm.kl_penalty", KL),
-    ACTOR + "policy_loss.loss_mode": ("actor.loss_mode", {"vanilla": "ppo_clip"}),
+    ACTOR + "policy_loss.loss_mode": (
+        "actor.loss_mode",
+        {"vanilla": "ppo_clip", **{name: name for name in ("gspo", "cispo", "sapo")}},
+    ),
 }
 """verl's key -> the key, and verl's value -> the value. Other values are refused."""
 
 SPECIAL: dict[str, tuple[str, dict[Any, Any]]] = {
+    "algorithm.adv_estimator": (
+        "algorithm.adv_estimator",
+        {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    ),
+    "algorithm.filter_groups.enable": ("algorithm.filter_groups.enable", {None: False}),
+    "algorithm.filter_groups.metric": ("algorithm.filter_groups.metric", {None: "score"}),
+    "algorithm.rollout_correction.bypass_mode": ("algorithm.rollout_correction.bypass_mode", {None: False}),
     # verl neither saves nor validates at -1; here -1 does so once, at the end.
     "trainer.save_freq": ("trainer.save_freq", {-1: 0}),
     "trainer.test_freq": ("trainer.test_freq", {-1: 0}),
     ACTOR + "optim.lr_warmup_steps": ("actor.optim.lr_warmup_steps", {-1: 0, None: 0}),
     ACTOR + "optim.min_lr_ratio": ("actor.optim.min_lr_ratio", {None: 0.0}),
     ACTOR + "megatron.virtual_pipeline_model_parallel_size": ("actor.vpp", {None: 1}),
+    CRITIC + "optim.lr_warmup_steps": ("critic.optim.lr_warmup_steps", {-1: 0, None: 0}),
+    CRITIC + "optim.min_lr_ratio": ("critic.optim.min_lr_ratio", {None: 0.0}),
     **{
-        f"{ACTOR}{part}.{what}_offload": (f"actor.{what}_offload", {None: False})
+        f"{verl_role}{part}.{what}_offload": (f"{role}.{what}_offload", {None: False})
+        for verl_role, role in ((ACTOR, "actor"), (CRITIC + "model.", "critic"), (CRITIC, "critic"))
         for part in ("megatron", "fsdp_config")
         for what in ("param", "grad", "optimizer")
     },
@@ -108,6 +161,8 @@ SPECIAL: dict[str, tuple[str, dict[Any, Any]]] = {
     ROLLOUT + "val_kwargs.top_k": ("rollout.val.top_k", {0: -1}),
     "critic.enable": ("critic.enable", {None: False}),
     "data.val_files": ("data.val_files", {None: []}),
+    "data.reward_fn_key": ("data.data_source_key", {None: "data_source"}),
+    "data.filter_overlong_prompts_workers": ("data.num_workers", {None: 1}),
 }
 """verl's key -> the key, and the values that are written otherwise here. Other values stay as they are."""
 
@@ -156,10 +211,8 @@ _TEXT = "text only here"
 NEUTRAL: dict[str, tuple[Accepts, str]] = {
     "data.tokenizer": (_unset, _OFF),
     "data.use_shm": (_unset, _OFF),
-    "data.reward_fn_key": (_is("data_source", None), "the column is data_source here too"),
     "data.train_max_samples": (_is(-1, None), "all rows, as here"),
     "data.val_max_samples": (_is(-1, None), "all rows, as here"),
-    "data.val_batch_size": (_any, "validation covers all rows, whatever its batches"),
     "data.return_raw_input_ids": (_unset, _OFF),
     "data.return_full_prompt": (_any, "prompts are kept as text and tokens here"),
     "data.return_raw_chat": (_any, "a switch inside verl"),
@@ -168,7 +221,6 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
     "data.video_key": (_is("videos", None), _TEXT),
     "data.audio_key": (_is("audios", None), _TEXT),
     "data.image_patch_size": (_any, _TEXT),
-    "data.filter_overlong_prompts_workers": (_any, _SPEED),
     "data.dataloader_num_workers": (_any, _SPEED),
     "data.validation_shuffle": (_any, "validation covers all rows in any order"),
     "data.trust_remote_code": (_unset, _OFF),
@@ -292,41 +344,33 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
     ROLLOUT + "prometheus.enable": (_unset, _OFF),
     "actor_rollout_ref.hybrid_engine": (_is(True), "actor and engine share their ranks"),
     "actor_rollout_ref.nccl_timeout": (_is(600), "cluster.step_timeout_s is the deadline here"),
-    "algorithm.gamma": (_is(1, 1.0), "GRPO does not discount"),
-    "algorithm.lam": (_is(1, 1.0), "GRPO has no GAE"),
-    "algorithm.kl_ctrl.type": (_is("fixed"), "fixed, as here"),
-    "algorithm.kl_ctrl.horizon": (_any, "read by adaptive KL only"),
-    "algorithm.kl_ctrl.target_kl": (_any, "read by adaptive KL only"),
     "algorithm.filter_groups": (_is(None), _OFF),
-    "algorithm.filter_groups.enable": (_unset, _OFF),
-    "algorithm.filter_groups.metric": (_any, "read with filter_groups.enable only"),
-    "algorithm.filter_groups.max_num_gen_batches": (_any, "read with filter_groups.enable only"),
     "algorithm.use_pf_ppo": (_unset, _OFF),
     "algorithm.rollout_correction": (_unset, _OFF),
-    "algorithm.rollout_correction.rollout_is": (_unset, _OFF),
-    "algorithm.rollout_correction.rollout_is_threshold": (_any, "read with rollout_is only"),
-    "algorithm.rollout_correction.rollout_rs": (_unset, _OFF),
-    "algorithm.rollout_correction.rollout_rs_threshold": (_any, "read with rollout_rs only"),
-    "algorithm.rollout_correction.bypass_mode": (_unset, _OFF),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (_unset, _OFF),
+    "algorithm.rollout_correction.use_policy_gradient": (_unset, "actor.loss_mode decides: reinforce has no ratio"),
+    "algorithm.rollout_correction.loss_type": (_is("ppo_clip", None), "actor.loss_mode decides"),
+    "reward_model.overlong_buffer.log": (_any, "always logged"),
+    "reward_model.reward_kwargs.overlong_buffer_cfg.log": (_any, "always logged"),
+    "reward_model.reward_kwargs.max_resp_len": (_any, "data.max_response_length decides"),
     "trainer.balance_batch": (_any, "ranks are always balanced by tokens: same numbers"),
-    "trainer.critic_warmup": (_unset, "no critic"),
     "trainer.val_only": (_unset, _OFF),
     "trainer.resume_mode": (_is("disable"), "each run starts afresh"),
     "trainer.resume_from_path": (_unset, _OFF),
     "trainer.default_hdfs_dir": (_unset, _OFF),
     "trainer.del_local_ckpt_after_load": (_unset, _OFF),
     "trainer.max_actor_ckpt_to_keep": (_is(None), "all saves are kept"),
-    "trainer.max_critic_ckpt_to_keep": (_any, "no critic"),
+    "trainer.max_critic_ckpt_to_keep": (_is(None), "all saves are kept"),
     "trainer.log_val_generations": (_unset, _OFF),
     "trainer.rollout_data_dir": (_unset, "rollouts.jsonl is always written in the run's folder"),
     "trainer.validation_data_dir": (_unset, _OFF),
     "trainer.use_legacy_worker_impl": (_any, "a switch inside verl"),
     "reward_model.enable": (_unset, "no reward model, as here"),
-    "reward_model.reward_manager": (_is("naive"), "one score a sample, as here"),
+    "reward_model.reward_manager": (_is("naive", "dapo", "batch"), "algorithm.overlong_buffer has dapo's part"),
     "reward_model.launch_reward_fn_async": (_any, "rewards run beside the log-prob passes; same numbers"),
     "reward_model.use_reward_loop": (_any, "a switch inside verl"),
     "reward_model.sandbox_fusion.url": (_unset, _OFF),
-    "reward.reward_manager.name": (_is("naive"), "one score a sample, as here"),
+    "reward.reward_manager.name": (_is("naive", "dapo", "batch"), "algorithm.overlong_buffer has dapo's part"),
     "reward.reward_model.enable": (_unset, "no reward model, as here"),
     "ray_init.num_cpus": (_is(None), "Ray's own count"),
     "ray_kwargs.ray_init.num_cpus": (_is(None), "Ray's own count"),
@@ -334,11 +378,28 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
 }
 """verl's key -> (values that change nothing here, why)."""
 
-DIFFERENCES: tuple[str, ...] = (
-    "verl's policy loss also bounds the ratio where advantages are negative (dual clip, clip_ratio_c = 3.0); "
-    "this one does not",
-)
-"""What a verl config leaves unsaid and is otherwise here, to be shown with every mapping."""
+_CRITICS_OWN: dict[str, tuple[Accepts, str]] = {
+    CRITIC + "rollout_n": (_any, "rollout.n decides"),
+    CRITIC + "forward_micro_batch_size": (_any, _PASS),
+    CRITIC + "forward_micro_batch_size_per_gpu": (_any, _PASS),
+    CRITIC + "forward_max_token_len_per_gpu": (_any, _PASS),
+    CRITIC + "model.tokenizer_path": (_any, "the actor's tokenizer, as the tokens are the actor's"),
+    CRITIC + "model.override_config": (_unset, _OFF),
+    CRITIC + "kl_ctrl": (_any, "algorithm.kl_ctrl decides"),
+}
+
+
+def _critics() -> dict[str, tuple[Accepts, str]]:
+    """What changes nothing in the actor's section changes nothing in the critic's."""
+    like = [(ACTOR, CRITIC), (MODEL, CRITIC + "model.")]
+    same = {
+        new + key.removeprefix(old): why for old, new in like for key, why in NEUTRAL.items() if key.startswith(old)
+    }
+    mapped = {*RENAMED, *SPECIAL, *CHOICES}
+    return {key: why for key, why in (same | _CRITICS_OWN).items() if key not in mapped}
+
+
+NEUTRAL.update(_critics())
 
 NEUTRAL_WITHIN: dict[str, tuple[str, str]] = {
     ACTOR + "profiler.": ("enable", "no profiler runs"),
@@ -356,22 +417,18 @@ CURES: dict[str, str] = {
     ACTOR + "strategy": "remove it, or write megatron: FSDP is not offered, training runs through Megatron-Core",
     REF + "strategy": "remove it, or write megatron: FSDP is not offered, models run through Megatron-Core",
     ACTOR + "ppo_micro_batch_size": f"use {ACTOR}ppo_micro_batch_size_per_gpu, sequences of one rank",
-    ACTOR + "clip_ratio_c": "remove it: dual clip is not offered; clip_ratio_low and clip_ratio_high are",
     ACTOR + "optim.lr_warmup_steps_ratio": f"give {ACTOR}optim.lr_warmup_steps, a number of optimizer steps",
     ACTOR + "optim.min_lr": f"give {ACTOR}optim.min_lr_ratio, the last rate as a share of lr",
     ACTOR + "ulysses_sequence_parallel_size": "set it to 1: sequences are not split over ranks yet",
     ROLLOUT + "multi_turn.enable": "set it to false: responses have one turn here",
     MODEL + "lora_rank": "set it to 0: LoRA is not offered yet",
-    "algorithm.kl_ctrl.type": "write fixed: an adaptive KL coefficient is not offered yet",
-    "algorithm.filter_groups.enable": "set it to false; algorithm.drop_flat_groups drops without resampling",
     "trainer.resume_mode": "write disable: runs cannot be resumed yet, and this one would start afresh",
     "trainer.val_only": "remove it and run `megatron-rl eval` with this config",
-    "trainer.critic_warmup": "set it to 0: no algorithm here uses a critic yet",
     "trainer.max_actor_ckpt_to_keep": "remove it: all saves are kept",
     "trainer.rollout_data_dir": "remove it: rollouts.jsonl is always written (trainer.num_logged_rollouts)",
     "trainer.log_val_generations": "remove it: rollouts.jsonl has samples (trainer.num_logged_rollouts)",
-    "reward_model.enable": "set it to false: rewards are functions here (reward.function)",
-    "reward_model.reward_manager": "write naive, and say what differs in the reward function",
+    "reward_model.enable": "set it to false, give reward.model.path, and name `model` in reward.function",
+    "reward_model.reward_manager": "write naive, dapo or batch, and say what differs in the reward function",
     "defaults": "remove it: Hydra's lists of defaults are not read; give all files on the command line",
 }
 """What to do about verl's keys that have an effect there and no counterpart here."""

@@ -1,5 +1,6 @@
-"""Read rows from parquet and JSONL files, and report bad rows by file and number.
+"""Read rows from parquet, JSONL and Arrow files, and report bad rows by file and number.
 
+A folder that Hugging Face `datasets` wrote with save_to_disk is read as one file; that package is not needed.
 No torch and no tokenizer here: `megatron-rl check` may look at the files on a login node.
 """
 
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rl.config.files import dataset_shards
 from megatron_rl.errors import DataError, MissingDependency
 
-SUFFIXES = (".parquet", ".jsonl")
+SUFFIXES = (".parquet", ".jsonl", ".arrow")
 NUM_SHOWN = 10
 
 
@@ -21,7 +23,7 @@ class Row(NamedTuple):
 
     file: str
     number: int
-    """Row of a parquet file, or line of a JSONL file, from 1."""
+    """Row of a parquet or Arrow file (of all shards of a folder), or line of a JSONL file, from 1."""
     values: dict[str, Any]
 
     @property
@@ -70,16 +72,24 @@ def read_rows(paths: Sequence[str], what: str) -> list[Row]:
 
 
 def _read_file(path: Path) -> list[Row]:
+    if path.is_dir():
+        shards, reason, cure = dataset_shards(path)
+        if reason:
+            raise DataError(f"{path}: {reason} -- {cure}")
+        values = [row for shard in shards for row in _read_arrow(shard)]
+        return [Row(str(path), number, row) for number, row in enumerate(values, start=1)]
     if path.suffix not in SUFFIXES:
         kind = f"files of kind {path.suffix}" if path.suffix else "files without a suffix"
         raise DataError(f"{path}: {kind} are not read -- give a {' or '.join(SUFFIXES)} file")
     if not path.is_file():
-        reason = "this is a folder" if path.is_dir() else "there is no such file"
-        raise DataError(f"{path}: {reason} -- give the path of a {path.suffix} file")
-    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+        raise DataError(f"{path}: there is no such file -- give the path of a {path.suffix} file")
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    values = _read_parquet(path) if path.suffix == ".parquet" else _read_arrow(path)
+    return [Row(str(path), number, row) for number, row in enumerate(values, start=1)]
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -88,11 +98,26 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         # ParquetFile, not read_table: that one would take `name=value` folders of the path for columns.
         with pq.ParquetFile(path) as file:
-            rows = file.read().to_pylist(maps_as_pydicts="strict")
+            return file.read().to_pylist(maps_as_pydicts="strict")
     except (pa.ArrowException, OSError) as error:
         reason = _first_line(error)
         raise DataError(f"{path}: not readable as parquet ({reason}) -- write the file again") from error
-    return [Row(str(path), number, values) for number, values in enumerate(rows, start=1)]
+
+
+def _read_arrow(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise MissingDependency(f"{path}: reading Arrow files needs pyarrow -- pip install pyarrow") from error
+    try:
+        with pa.memory_map(str(path)) as source:
+            # `datasets` writes the streaming format, other programs the one with a magic number at its head.
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
+            return table.to_pylist(maps_as_pydicts="strict")
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not readable as Arrow ({_first_line(error)}) -- write the file again") from error
 
 
 def _read_jsonl(path: Path) -> list[Row]:

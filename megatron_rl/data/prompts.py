@@ -1,6 +1,6 @@
 """RL data: rows of prompts with what their reward needs, rendered and checked once, before work starts.
 
-Keys of a row (parquet and JSONL alike; prompt stands for data.prompt_key):
+Keys of a row, in every kind of file (data.prompt_key and so on name others):
     prompt                     a list of chat messages, or a string
     reward_model.ground_truth  what the reward compares with; or the first of ground_truth, answer and label
     data_source                name of the set, for rewards and metrics; else the file's name without suffix
@@ -11,14 +11,16 @@ and plain rows (prompt, answer) are read as they are. Other keys are ignored.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, read_rows, refuse_bad_rows
 from megatron_rl.data.render import Message, Renderer
+from megatron_rl.data.tokenized import Rendered, render_rows
 from megatron_rl.errors import DataError
 from megatron_rl.types import Prompt
 
@@ -37,6 +39,13 @@ class PromptSet:
     """Rows left out because their prompt is longer than data.max_prompt_length."""
     num_truncated: int
     """Prompts of which only the last data.max_prompt_length tokens are kept."""
+    num_cached: int = 0
+    """Rows whose tokens were read from data.cache_dir."""
+
+    @property
+    def rows_by_source(self) -> dict[str, int]:
+        """Usable rows of each data source."""
+        return dict(Counter(prompt.data_source for prompt in self.prompts))
 
 
 class Length(NamedTuple):
@@ -58,13 +67,14 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
     """
     what = "data.val_files" if validation else "data.train_files"
     rows = read_rows(files, what)
+    rendered, num_cached = render_rows(cfg, rows, renderer, render_prompt)
     prompts: list[Prompt] = []
     bad: list[tuple[Row, str]] = []
     overlong: list[Length] = []
     num_truncated = 0
-    for index, row in enumerate(rows):
+    for index, (row, tokens) in enumerate(zip(rows, rendered, strict=True)):
         try:
-            prompt = _read_prompt(cfg, row, index, renderer, need_truth=validation)
+            prompt = _read_prompt(cfg, row, index, tokens, need_truth=validation)
         except BadRow as fault:
             bad.append((row, str(fault)))
             continue
@@ -72,14 +82,21 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
             overlong.append(Length(row, len(prompt.token_ids)))
             if cfg.overlong_prompts != "truncate":
                 continue
-            prompt = _keep_last(prompt, cfg.max_prompt_length, renderer)
+            kept = prompt.token_ids[-cfg.max_prompt_length :]
+            prompt = replace(prompt, token_ids=kept, text=renderer.decode(kept, skip_special_tokens=False))
             num_truncated += 1
         prompts.append(prompt)
     refuse_bad_rows(bad, len(rows), what)
     if cfg.overlong_prompts == "error":
         refuse_overlong(overlong, len(rows), cfg.max_prompt_length, "prompts", "data.max_prompt_length")
     refuse_empty(len(prompts), len(rows), cfg.max_prompt_length, what)
-    return PromptSet(tuple(prompts), len(rows), num_filtered=len(rows) - len(prompts), num_truncated=num_truncated)
+    return PromptSet(tuple(prompts), len(rows), len(rows) - len(prompts), num_truncated, num_cached)
+
+
+def render_prompt(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
+    """A row's prompt as text and tokens. Raises BadRow where it cannot be rendered."""
+    text = renderer.prompt_text(read_prompt(cfg, values))
+    return Rendered(renderer.prompt_ids(text), text)
 
 
 def refuse_overlong(overlong: Sequence[Length], num_rows: int, limit: int, noun: str, key: str) -> None:
@@ -126,47 +143,59 @@ def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) 
     ]
 
 
-def _read_prompt(cfg: DataConfig, row: Row, index: int, renderer: Renderer, *, need_truth: bool) -> Prompt:
-    values = row.values
+def read_prompt(cfg: DataConfig, values: dict[str, Any]) -> str | list[Message]:
+    """A row's prompt: messages, or a string that is used as it is (data.string_prompt)."""
     prompt = read_messages(values.get(cfg.prompt_key), cfg.prompt_key, "prompt")
-    truth = _ground_truth(values)
+    if isinstance(prompt, str) and cfg.string_prompt == "user":
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def data_source(cfg: DataConfig, row: Row) -> str:
+    """The set that a row belongs to: its data_source, else its file's name without suffix."""
+    return str(_find(row.values, cfg.data_source_key) or Path(row.file).stem)
+
+
+def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, need_truth: bool) -> Prompt:
+    if tokens.fault is not None:
+        raise BadRow(tokens.fault)
+    truth = _ground_truth(cfg, row.values)
+    if truth is None and cfg.label_key is not None:
+        raise BadRow(f"there is no {cfg.label_key!r}, which data.label_key names")
     if truth is None and need_truth:
         keys = ", ".join(GROUND_TRUTH_KEYS)
         raise BadRow(f"there is no ground truth to score against -- add reward_model.ground_truth, or one of {keys}")
+    prompt = read_prompt(cfg, row.values)
     return Prompt(
         index=index,
-        token_ids=tuple(renderer.prompt_ids(prompt)),
-        text=renderer.prompt_text(prompt),
-        data_source=str(values.get("data_source") or Path(row.file).stem),
+        token_ids=tuple(tokens.token_ids),
+        text=tokens.text,
+        data_source=data_source(cfg, row),
         ground_truth=truth,
-        extra_info=_extra_info(values),
+        extra_info=_extra_info(cfg, row.values),
+        messages=None if isinstance(prompt, str) else tuple(prompt),
     )
 
 
-def _ground_truth(values: dict[str, Any]) -> Any:
-    reward_model = values.get("reward_model")
-    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
-        return reward_model["ground_truth"]
-    return next((values[key] for key in GROUND_TRUTH_KEYS if values.get(key) is not None), None)
+def _find(values: dict[str, Any], key: str) -> Any:
+    """The column `key`; else, where the key has dots, what they lead to through mappings; else None."""
+    if values.get(key) is not None:
+        return values[key]
+    head, dot, rest = key.partition(".")
+    inner = values.get(head)
+    return _find(inner, rest) if dot and isinstance(inner, dict) else None
 
 
-def _extra_info(values: dict[str, Any]) -> dict[str, Any]:
-    for key in EXTRA_INFO_KEYS:
-        found = values.get(key)
+def _ground_truth(cfg: DataConfig, values: dict[str, Any]) -> Any:
+    keys = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS) if cfg.label_key is None else (cfg.label_key,)
+    return next((found for key in keys if (found := _find(values, key)) is not None), None)
+
+
+def _extra_info(cfg: DataConfig, values: dict[str, Any]) -> dict[str, Any]:
+    for key in EXTRA_INFO_KEYS if cfg.metadata_key is None else (cfg.metadata_key,):
+        found = _find(values, key)
         if found is not None:
             if not isinstance(found, dict):
                 raise BadRow(f"{key!r} is a {type(found).__name__} -- give a mapping")
             return found
     return {}
-
-
-def _keep_last(prompt: Prompt, num_tokens: int, renderer: Renderer) -> Prompt:
-    kept = prompt.token_ids[-num_tokens:]
-    return Prompt(
-        index=prompt.index,
-        token_ids=kept,
-        text=renderer.decode(kept, skip_special_tokens=False),
-        data_source=prompt.data_source,
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-    )

@@ -12,9 +12,11 @@ good as another.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import unicodedata
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ from megatron_rl.errors import DataError, MissingDependency
 
 Message = dict[str, Any]
 NUM_PROBES = 64
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 class Renderer:
@@ -42,6 +45,7 @@ class Renderer:
     ) -> None:
         """`model_path`: folder whose generation_config.json may name more end tokens; else tokenizer_path."""
         self.tokenizer_path = tokenizer_path
+        self._arguments = (tokenizer_path, chat_template, template_kwargs, model_path)
         self._plain = chat_template == "plain"
         self._template_kwargs = dict(template_kwargs or {})
         self._tokenizer = _load_tokenizer(tokenizer_path)
@@ -57,6 +61,27 @@ class Renderer:
             template_kwargs=data.apply_chat_template_kwargs,
             model_path=model.path,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as what it was made of: another process loads the tokenizer itself."""
+        return Renderer, self._arguments
+
+    def fingerprint(self) -> str | None:
+        """Digest of everything here that decides which ids a text becomes: tokenizer files, template, libraries.
+
+        None where the chat template asks for the date: the same row may be another text tomorrow.
+        """
+        template = self._tokenizer.chat_template
+        if not self._plain and "strftime_now" in json.dumps(template):
+            return None
+        digest = hashlib.sha256()
+        for name in ("transformers", "tokenizers", "jinja2"):
+            digest.update(f"{name} {version(name)}\n".encode())
+        digest.update(repr((self._arguments[1:3], template, self._eos_token_ids)).encode())
+        for path in sorted(Path(self.tokenizer_path).iterdir()):
+            if path.is_file() and path.suffix not in _WEIGHTS:
+                digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        return digest.hexdigest()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -6,13 +6,16 @@ data.prompt_key (messages or a string) and data.response_key (a string; it alone
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data.files import BadRow, Row, read_rows, refuse_bad_rows
-from megatron_rl.data.prompts import Length, read_messages, refuse_empty, refuse_overlong
+from megatron_rl.data.prompts import Length, data_source, read_messages, read_prompt, refuse_empty, refuse_overlong
 from megatron_rl.data.render import Renderer
+from megatron_rl.data.tokenized import Rendered, render_rows
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class SftSample:
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     """One entry a token: whether the model is trained to predict it."""
+    data_source: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,13 @@ class SftSet:
     num_without_end: int
     """Samples whose last trained token is no end token, so that they do not teach when to stop: cut ones, and
     all of them under a template that writes no end token."""
+    num_cached: int = 0
+    """Rows whose tokens were read from data.cache_dir."""
+
+    @property
+    def rows_by_source(self) -> dict[str, int]:
+        """Usable rows of each data source."""
+        return dict(Counter(sample.data_source for sample in self.samples))
 
 
 def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False) -> SftSet:
@@ -58,13 +69,16 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
     what = "data.val_files" if validation else "data.train_files"
     limit = cfg.max_prompt_length + cfg.max_response_length
     rows = read_rows(files, what)
+    rendered, num_cached = render_rows(cfg, rows, renderer, render_sample)
     samples: list[SftSample] = []
     bad: list[tuple[Row, str]] = []
     overlong: list[Length] = []
     num_truncated = 0
-    for index, row in enumerate(rows):
+    for index, (row, tokens) in enumerate(zip(rows, rendered, strict=True)):
         try:
-            ids, mask = _render(cfg, row, renderer)
+            if tokens.fault is not None:
+                raise BadRow(tokens.fault)
+            ids, mask = tokens.token_ids, tokens.loss_mask
             num_tokens = len(ids)
             if num_tokens > limit:
                 overlong.append(Length(row, num_tokens))
@@ -76,7 +90,7 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
         except BadRow as fault:
             bad.append((row, str(fault)))
             continue
-        samples.append(SftSample(index, tuple(ids), tuple(mask)))
+        samples.append(SftSample(index, tuple(ids), tuple(mask), data_source(cfg, row)))
     refuse_bad_rows(bad, len(rows), what)
     if cfg.overlong_prompts == "error":
         refuse_overlong(overlong, len(rows), limit, "sequences", "data.max_prompt_length + data.max_response_length")
@@ -87,26 +101,29 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
         num_filtered=len(rows) - len(samples),
         num_truncated=num_truncated,
         num_without_end=sum(not renderer.ends_with_eos(sample.token_ids, sample.loss_mask) for sample in samples),
+        num_cached=num_cached,
     )
 
 
-def _render(cfg: DataConfig, row: Row, renderer: Renderer) -> tuple[list[int], list[bool]]:
-    values = row.values
+def render_sample(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
+    """A row as tokens and loss mask. Raises BadRow where it cannot be rendered."""
     if values.get(cfg.messages_key) is not None:
         messages = read_messages(values[cfg.messages_key], cfg.messages_key, "messages")
         assert isinstance(messages, list)
-        return renderer.conversation_ids(messages)
+        ids, mask = renderer.conversation_ids(messages)
+        return Rendered(ids, loss_mask=mask)
     if values.get(cfg.prompt_key) is None and values.get(cfg.response_key) is None:
         raise BadRow(
             f"there is neither {cfg.messages_key!r} nor {cfg.prompt_key!r} and {cfg.response_key!r} "
             "-- add them, or name the columns in data.messages_key or data.prompt_key and data.response_key"
         )
-    prompt = read_messages(values.get(cfg.prompt_key), cfg.prompt_key, "prompt")
+    prompt = read_prompt(cfg, values)
     response = values.get(cfg.response_key)
     if not isinstance(response, str):
         found = "not there" if response is None else f"a {type(response).__name__}"
         raise BadRow(f"{cfg.response_key!r} is {found} -- give a string, or name the column in data.response_key")
-    return renderer.sft_ids(prompt, response)
+    ids, mask = renderer.sft_ids(prompt, response)
+    return Rendered(ids, loss_mask=mask)
 
 
 def _check_trained(mask: list[bool], num_tokens: int) -> None:

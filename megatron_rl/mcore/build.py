@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -44,14 +44,33 @@ class PolicyModel(GPTModel):
         return weight
 
 
+class ValueHead(torch.nn.Module):
+    """A linear map from hidden states to a number, whole on every tensor-parallel rank of the last stage."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, h] -> [n] float32."""
+        return torch.nn.functional.linear(rows.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+
+
 @dataclass(frozen=True)
 class Policy:
-    """A model on this rank, ready to run forward. chunks are what the pipeline schedule takes."""
+    """A model on this rank, ready to run forward. chunks are what the pipeline schedule takes.
+
+    lm_head, value_head: what follows the hidden states. An actor has the first, a critic the second, a model that is
+    both has both.
+    """
 
     shape: ModelShape
     config: TransformerConfig
     parallel: ParallelConfig
     chunks: list[torch.nn.Module]
+    lm_head: bool = True
+    value_head: bool = False
 
     def layers(self, stage: int, chunk: int) -> range:
         """Layers of a model chunk of a pipeline stage, by global number."""
@@ -68,6 +87,28 @@ class Policy:
     def last_model(self) -> PolicyModel | None:
         """The chunk that ends in the hidden states, on ranks of the last pipeline stage."""
         return next((model for model in self.models if model.post_process), None)
+
+    def head_weight(self) -> torch.Tensor:
+        """[v / tp, h]: the output matrix on a rank of the last stage, complete."""
+        model, chunk = self.last_model, self.chunks[-1]
+        assert model is not None and self.lm_head, "only the last pipeline stage has a head"
+        weight = model.head_weight()
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            # Megatron waits for a parameter where its module runs, and the head's never does: see linear_logprobs.
+            chunk.param_to_bucket_group[weight].finish_param_sync()
+        return weight
+
+    def complete_params(self) -> None:
+        """Make every parameter whole on this rank, where the last update left that to the next forward pass
+        (overlap_param_gather): before anything but a forward pass reads or moves them. A collective over
+        data-parallel ranks; does nothing where they are whole.
+        """
+        for chunk in self.chunks:
+            if not isinstance(chunk, DistributedDataParallel) or not chunk.ddp_config.overlap_param_gather:
+                continue
+            groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+            if any(not group.param_gather_dispatched or group.param_gather_handle is not None for group in groups):
+                chunk.start_param_sync(force_sync=True)
 
     @property
     def device(self) -> torch.device:
@@ -187,12 +228,20 @@ def _layer_spec(shape: ModelShape, num_layers: int) -> TransformerBlockSubmodule
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=cast(Any, RMSNorm))
 
 
-def build_policy(shape: ModelShape, parallel: ParallelConfig, dtype: str, device: torch.device) -> Policy:
+def build_policy(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    lm_head: bool = True,
+    value_head: bool = False,
+) -> Policy:
     """An uninitialised model on this rank (fill it with convert.load_hf). Needs megatron's groups."""
     config = transformer_config(shape, parallel, dtype)
     # Dropout is off and weights come from elsewhere: the seed only makes megatron's tracker exist.
     model_parallel_cuda_manual_seed(0)
-    policy = Policy(shape, config, parallel, [])
+    policy = Policy(shape, config, parallel, [], lm_head, value_head)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     for chunk in range(parallel.vpp):
         virtual = chunk if parallel.vpp > 1 else None
@@ -204,11 +253,15 @@ def build_policy(shape: ModelShape, parallel: ParallelConfig, dtype: str, device
                 max_sequence_length=shape.max_position_embeddings,
                 pre_process=stage == 0 and chunk == 0,
                 post_process=stage == parallel.pp - 1 and chunk == parallel.vpp - 1,
-                share_embeddings_and_output_weights=shape.tie_word_embeddings,
+                share_embeddings_and_output_weights=shape.tie_word_embeddings and lm_head,
                 # PackedAttention applies RoPE itself.
                 position_embedding_type="none",
                 vp_stage=virtual,
             )
+            if model.post_process and not lm_head:
+                del model.output_layer
+            if model.post_process and value_head:
+                model.value_head = ValueHead(shape.hidden_size)
         policy.chunks.append(model.to(device=device, dtype=DTYPES[dtype]))
     return policy
 
@@ -222,9 +275,11 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=actor.use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=actor.overlap_grad_reduce,
+        overlap_param_gather=actor.overlap_param_gather,
+        bucket_size=actor.overlap_bucket_size,
     )
-    # Only the first chunk is asked to overlap its gradient buckets; the others have none to overlap with.
+    # Chunks after the first are one bucket each: their communication hides behind the other chunks' work.
     chunks: list[torch.nn.Module] = [
         DistributedDataParallel(policy.config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(policy.chunks)
@@ -244,6 +299,7 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
             bf16=half,
             params_dtype=policy.config.params_dtype,
             use_distributed_optimizer=actor.use_distributed_optimizer,
+            overlap_param_gather=actor.overlap_param_gather,
         ),
         cast(Any, chunks),
         use_gloo_process_groups=False,
@@ -255,7 +311,7 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
     no_sync = [cast(Any, chunk).no_sync for chunk in chunks]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return Trainable(
-        Policy(policy.shape, policy.config, policy.parallel, chunks),
+        replace(policy, chunks=chunks),
         optimizer,
         _scheduler(optimizer, optim, total_steps),
     )

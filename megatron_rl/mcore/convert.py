@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megatron_rl.config.layout import ModelShape
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.build import Policy
 from megatron_rl.parallel.groups import expert_group, pp_group, tp_group
 from megatron_rl.weights import FAMILIES
+from megatron_rl.weights.heads import value_head_params, value_head_shapes
 from megatron_rl.weights.safetensors import WeightSource
 from megatron_rl.weights.spec import LocalParam, hf_shapes, megatron_params
 
@@ -22,7 +24,8 @@ def chunk_params(policy: Policy, stage: int, chunk: int, tp_rank: int, expert_ra
     """The parameters of one model chunk on one rank: tp_rank in tp_group, expert_rank in expert_group."""
     parallel, shape = policy.parallel, policy.shape
     ep_rank, etp_rank = divmod(expert_rank, parallel.expert_tp)
-    return list(
+    post_process = stage == parallel.pp - 1 and chunk == parallel.vpp - 1
+    params = list(
         megatron_params(
             shape,
             FAMILIES[shape.architecture],
@@ -30,13 +33,31 @@ def chunk_params(policy: Policy, stage: int, chunk: int, tp_rank: int, expert_ra
             tp_rank=tp_rank,
             layers=policy.layers(stage, chunk),
             pre_process=stage == 0 and chunk == 0,
-            post_process=stage == parallel.pp - 1 and chunk == parallel.vpp - 1,
+            post_process=post_process,
             ep=parallel.ep,
             ep_rank=ep_rank,
             etp=parallel.expert_tp,
             etp_rank=etp_rank,
         )
     )
+    if not policy.lm_head:
+        output = FAMILIES[shape.architecture].output.megatron
+        params = [param for param in params if param.name != output]
+    return params + (value_head_params(shape) if policy.value_head and post_process else [])
+
+
+def lm_head_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of the output matrix; empty where it is the embedding."""
+    name = FAMILIES[shape.architecture].output.hf[0]
+    return {} if shape.tie_word_embeddings else {name: (shape.vocab_size, shape.hidden_size)}
+
+
+def tensor_shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of every tensor of the model with the heads that it has, in export order."""
+    shapes = hf_shapes(policy.shape, FAMILIES[policy.shape.architecture])
+    if not policy.lm_head:
+        shapes = {name: size for name, size in shapes.items() if name not in lm_head_shapes(policy.shape)}
+    return shapes | (value_head_shapes(policy.shape) if policy.value_head else {})
 
 
 def _shards(policy: Policy, stage: int, chunk: int) -> Iterator[tuple[LocalParam, ...]]:
@@ -72,8 +93,7 @@ def load_hf(policy: Policy, source: WeightSource) -> None:
 
     Raises CheckpointError where the source does not hold exactly the model's tensors.
     """
-    shape = policy.shape
-    source.check(hf_shapes(shape, FAMILIES[shape.architecture]))
+    source.check(tensor_shapes(policy))
     for chunk in range(policy.parallel.vpp):
         params = chunk_params(policy, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
         held = _checked_parameters(policy, chunk, params)
@@ -98,7 +118,8 @@ def export_hf(
     default (its main_grad, say, gives gradients in HF coordinates; with pipeline stages, say their dtype too). Each
     tensor is new memory, never reused.
     """
-    shapes = hf_shapes(policy.shape, FAMILIES[policy.shape.architecture])
+    policy.complete_params()
+    shapes = tensor_shapes(policy)
     stages, parallel = pp_group(), policy.parallel
     done: set[str] = set()
     for chunk in range(parallel.vpp):

@@ -50,6 +50,8 @@ class Offload:
         for kind in kinds or KINDS:
             if kind not in self._kinds or kind in self._away:
                 continue
+            if kind == "params":
+                self._trainable.policy.complete_params()
             storages = self._storages(kind)
             sizes = [storage.nbytes() for storage in storages]
             if self._kept(kind):

@@ -64,7 +64,9 @@ class MicroBatch:
     targets: torch.Tensor
     """[n] int64: those tokens"""
     columns: dict[str, torch.Tensor]
-    """name -> [n] float32, the batch's columns at those tokens"""
+    """name -> [n] float32, the batch's columns at those tokens; and, for losses that look at whole sequences,
+    segment_ids [n] int64, each token's sequence in the TrainBatch, and sequence_lens [S] int64, the trained tokens of
+    each sequence over all context-parallel ranks"""
     trained: torch.Tensor
     """[n] int64 on the CPU: those tokens' indices in the TrainBatch"""
     num_tokens: int
@@ -198,9 +200,11 @@ def pack(
     tokens = torch.zeros(sum(lens), dtype=torch.int64)
     tokens[padded] = batch.tokens
     trained = batch.loss_mask.nonzero().squeeze(-1)
+    segment_ids = batch.segment_ids()[trained]
+    sequence_lens = torch.bincount(segment_ids, minlength=batch.num_sequences)
     predictor = padded[trained] - 1
     here = layout.owner[predictor] == cp_rank
-    trained, predictor = trained[here], predictor[here]
+    trained, predictor, segment_ids = trained[here], predictor[here], segment_ids[here]
     groups, inverse = attention_groups(layout, cp)
     cos, sin = rotary(layout.position[layout.held].to(device), head_dim, rope_theta)
     ends = torch.cumsum(torch.tensor(lens) // cp, 0)
@@ -222,7 +226,11 @@ def pack(
         packed=packed,
         predictors=layout.place[predictor].to(device),
         targets=batch.tokens[trained].to(device),
-        columns={name: column[trained].to(device) for name, column in batch.columns.items()},
+        columns={
+            **{name: column[trained].to(device) for name, column in batch.columns.items()},
+            "segment_ids": segment_ids.to(device),
+            "sequence_lens": sequence_lens.to(device),
+        },
         trained=trained,
         num_tokens=batch.num_tokens,
     )

@@ -55,18 +55,27 @@ def _forward(model: Any, micro: MicroBatch) -> torch.Tensor:
     )
 
 
-def _head(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, ...]:
+def predicting_rows(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, *, partial_grads: bool) -> torch.Tensor:
+    """[n, h] hidden states that predict the trained tokens, equal on all tensor-parallel ranks, from [t (/ tp), 1, h].
+
+    partial_grads: each rank's gradient of them is its part of a sum (a head split over ranks); False: every rank has
+    the whole gradient (a head that every rank holds).
+    """
+    if policy.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_grads)
+    elif partial_grads:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    return hidden.squeeze(1).index_select(0, micro.predictors)
+
+
+def head_logprobs(
+    policy: Policy, hidden: torch.Tensor, micro: MicroBatch, temperature: float
+) -> tuple[torch.Tensor, ...]:
     """Log-probabilities and entropies [n] float32, and greedy hits [n] bool, at the trained tokens, from [t (/ tp),
     1, h] hidden states.
     """
-    if policy.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
-    model = policy.last_model
-    assert model is not None, "only the last pipeline stage has a head"
-    rows = hidden.squeeze(1).index_select(0, micro.predictors)
-    return linear_logprobs(rows, model.head_weight(), micro.targets, temperature, policy.vocab_shard())
+    rows = predicting_rows(policy, hidden, micro, partial_grads=True)
+    return linear_logprobs(rows, policy.head_weight(), micro.targets, temperature, policy.vocab_shard())
 
 
 def _run(
@@ -90,27 +99,40 @@ def _run(
     )
 
 
-@torch.no_grad()
-def forward_logprobs(
-    policy: Policy, batches: Sequence[TrainBatch], temperature: float
-) -> list[dict[str, torch.Tensor]]:
-    """Per micro-batch {"logprobs", "entropy", "greedy"}, each [T] float32 on the CPU, 0 where loss_mask is False.
+Reader = Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]]
+"""(micro-batch, [t (/ tp), 1, h] hidden states) -> {column: values [n] at the trained tokens}"""
 
-    batches: this data-parallel rank's micro-batches. The distribution is softmax(logits / temperature). Ranks of other
-    pipeline stages than the last get an empty list.
+
+@torch.no_grad()
+def forward_columns(policy: Policy, batches: Sequence[TrainBatch], read: Reader) -> list[dict[str, torch.Tensor]]:
+    """What `read` gives of each micro-batch, as [T] float32 columns on the CPU, 0 where loss_mask is False.
+
+    batches: this data-parallel rank's micro-batches. Ranks of other pipeline stages than the last get an empty list.
     """
 
     def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
         zero = hidden.new_zeros((), dtype=torch.float32)
-        return zero, torch.zeros((), dtype=torch.int), _head(policy, hidden, micro, temperature)
+        return zero, torch.zeros((), dtype=torch.int), read(micro, hidden)
 
     for chunk in policy.chunks:
         chunk.eval()
     micros = pack_all(policy, batches)
     found = _run(policy, micros, loss_of, forward_only=True)
-    names = ("logprobs", "entropy", "greedy")
-    columns = [_columns(micros, [values[i] for values in found]) for i in range(len(names))]
+    names = list(found[0]) if found else []
+    columns = [_columns(micros, [values[name] for values in found]) for name in names]
     return [dict(zip(names, of_micro, strict=True)) for of_micro in zip(*columns, strict=True)]
+
+
+def forward_logprobs(
+    policy: Policy, batches: Sequence[TrainBatch], temperature: float
+) -> list[dict[str, torch.Tensor]]:
+    """Per micro-batch {"logprobs", "entropy", "greedy"} (see forward_columns), of softmax(logits / temperature)."""
+
+    def read(micro: MicroBatch, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        names = ("logprobs", "entropy", "greedy")
+        return dict(zip(names, head_logprobs(policy, hidden, micro, temperature), strict=True))
+
+    return forward_columns(policy, batches, read)
 
 
 def _columns(micros: Sequence[MicroBatch], found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,15 +161,19 @@ def _add(found: Sequence[tuple[dict[str, torch.Tensor], dict[str, float]]]) -> d
     }
 
 
-def train_step(
-    trainable: Trainable, batches: Sequence[TrainBatch], token_loss: TokenLoss, temperature: float
+Objective = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]]
+"""(micro-batch, hidden states) -> (losses [n], {metric: values [n]}, a column [n] to hand back), at trained tokens"""
+
+
+def optimizer_step(
+    trainable: Trainable, batches: Sequence[TrainBatch], objective: Objective
 ) -> tuple[StepReport, list[torch.Tensor]]:
     """One optimizer step over the global mini-batch; this rank holds `batches`, one per micro-batch.
 
-    The loss is sum(loss_weights * token_loss) over all tokens of all ranks. The column loss_weights holds global
+    The loss is sum(loss_weights * losses) over all tokens of all ranks. The column loss_weights holds global
     denominators, so neither the split into micro-batches nor the number of ranks changes the gradient.
-    Returns the report and, per micro-batch, the log-probabilities [T] that the update started from; both come from the
-    last pipeline stage (elsewhere the report has no metrics, a loss of NaN, and the list is empty).
+    Returns the report and, per micro-batch, the [T] column that the objective handed back; both come from the last
+    pipeline stage (elsewhere the report has no metrics, a loss of NaN, and the list is empty).
     """
     policy = trainable.policy
     for chunk in policy.chunks:
@@ -156,8 +182,7 @@ def train_step(
     trainable.optimizer.zero_grad()
 
     def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
-        logprobs, entropy, _ = _head(policy, hidden, micro, temperature)
-        losses, values = token_loss(logprobs, entropy, micro.columns)
+        losses, values, column = objective(micro, hidden)
         loss = (micro.columns["loss_weights"] * losses).sum()
         # Kept on the device: reading a number here would stall the GPU once a micro-batch.
         sums = {"loss": loss, **{name: value.sum() for name, value in values.items()}}
@@ -165,7 +190,7 @@ def train_step(
         return (
             loss,
             torch.ones((), dtype=torch.int),
-            ({n: v.detach().clone() for n, v in sums.items()}, counts, logprobs.detach()),
+            ({n: v.detach().clone() for n, v in sums.items()}, counts, column.detach()),
         )
 
     micros = pack_all(policy, batches)
@@ -175,9 +200,21 @@ def train_step(
     outcome: Any = trainable.optimizer.step()
     updated, grad_norm, _ = outcome
     assert updated, "the optimizer skipped a step: gradients are not finite"
-    logprobs = _columns(micros, [values for _, _, values in found])
+    columns = _columns(micros, [values for _, _, values in found])
     report = StepReport(loss=float("nan"), grad_norm=float(grad_norm), lr=lr)
     if found:
         total = reduce_metrics(_add([(sums, counts) for sums, counts, _ in found]), dp_cp_group())
         report = replace(report, loss=total.pop("loss").total, metrics=total)
-    return report, logprobs
+    return report, columns
+
+
+def train_step(
+    trainable: Trainable, batches: Sequence[TrainBatch], token_loss: TokenLoss, temperature: float
+) -> tuple[StepReport, list[torch.Tensor]]:
+    """optimizer_step on a loss of the log-probabilities; the columns are those that the update started from."""
+
+    def objective(micro: MicroBatch, hidden: torch.Tensor) -> Any:
+        logprobs, entropy, _ = head_logprobs(trainable.policy, hidden, micro, temperature)
+        return *token_loss(logprobs, entropy, micro.columns), logprobs
+
+    return optimizer_step(trainable, batches, objective)

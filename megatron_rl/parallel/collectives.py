@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 
 import torch
 
 from megatron_rl.types import Metric
+
+
+def keeps_group_order() -> bool:
+    """Whether torch makes groups in the order of the ranks given; otherwise a group's ranks ascend."""
+    return "sort_ranks" in inspect.signature(torch.distributed.new_group).parameters
+
+
+def adder(group: torch.distributed.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that adds a tensor up over `group`, in place. No gradient passes through it."""
+
+    def add_up(values: torch.Tensor) -> torch.Tensor:
+        if group.size() > 1 and values.numel():
+            torch.distributed.all_reduce(values, group=group)
+        return values
+
+    return add_up
 
 
 def reduce_metrics(metrics: Mapping[str, Metric], group: torch.distributed.ProcessGroup | None) -> dict[str, Metric]:

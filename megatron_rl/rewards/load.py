@@ -1,38 +1,59 @@
-"""From what reward.function says to a function of one sample."""
+"""From the name of a reward to a function of one sample or of a batch."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron_rl.errors import MissingDependency, RewardError
 from megatron_rl.rewards import REWARDS
-from megatron_rl.rewards.base import RewardFn, RewardSample
+from megatron_rl.rewards.base import BatchRewardFn, RewardFn, RewardSample
 
 FORMS = (
     "accepted forms: fn(data_source, solution_str, ground_truth, extra_info), called by these names (any but "
-    "solution_str may be left out), or fn(sample) with a megatron_rl.rewards.base.RewardSample; each may "
-    "take the keywords of reward.kwargs too"
+    "solution_str may be left out), or fn(sample) with a megatron_rl.rewards.base.RewardSample; for a whole batch "
+    "fn(data_sources, solution_strs, ground_truths, extra_infos), or a class whose instance is called with the list "
+    "of samples; each may take the keywords of reward.kwargs too"
 )
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_BATCH_NAMES = {
+    "data_sources": "data_source",
+    "solution_strs": "solution_str",
+    "ground_truths": "ground_truth",
+    "extra_infos": "extra_info",
+}
 
 
-def load_reward(spec: str, kwargs: dict[str, Any] | None = None) -> RewardFn:
-    """The reward that `spec` names, as a function of one RewardSample.
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward, ready to be called: with one sample, or with a list of samples where `takes_batch`."""
 
-    spec: a name of REWARDS, `package.module:function`, or `path/to/file.py:function`. Which of the two forms
-    the function has is read from its parameters: with a parameter solution_str it is verl's. `kwargs` are
-    passed with every call.
+    spec: str
+    function: Callable[[Any], object]
+    """A RewardFn, or a BatchRewardFn."""
+    takes_batch: bool = False
+
+    def __call__(self, argument: Any) -> object:
+        return self.function(argument)
+
+
+def load_reward(spec: str, kwargs: dict[str, Any] | None = None) -> LoadedReward:
+    """The reward that `spec` names.
+
+    spec: a name of REWARDS, `package.module:function`, or `path/to/file.py:function`. Which form the function
+    has is read from its parameters: with a parameter solution_str (a batch: solution_strs) it is verl's. `kwargs`
+    are passed with every call. In place of a function there may be a class: it is built once in each reward
+    process, with `kwargs`, and called with the list of all samples.
 
     Raises RewardError: the name is unknown, the module does not import, it has no such function, the object
-    is no function, or its parameters fit neither form or lack one of `kwargs`. MissingDependency: a reward of
+    is no function, or its parameters fit no form or lack one of `kwargs`. MissingDependency: a reward of
     REWARDS needs a package that is not installed.
     """
     function = _find(spec)
@@ -89,12 +110,12 @@ def _import_file(spec: str, source: str) -> ModuleType:
     return module
 
 
-def _adapt(function: Any, spec: str, kwargs: dict[str, Any]) -> RewardFn:
+def _adapt(function: Any, spec: str, kwargs: dict[str, Any]) -> LoadedReward:
     head = f"reward.function: {spec!r}"
     if not callable(function):
         raise RewardError(f"{head} is not callable, but a {type(function).__name__} -- {FORMS}")
     if isinstance(function, type):
-        raise RewardError(f"{head} is a class -- name a function, or an instance that can be called; {FORMS}")
+        return LoadedReward(spec, _built(function, kwargs, head), takes_batch=True)
     if inspect.iscoroutinefunction(function):
         raise RewardError(f"{head} is a coroutine function -- write it without async: samples are scored in processes")
     try:
@@ -113,10 +134,13 @@ def _adapt(function: Any, spec: str, kwargs: dict[str, Any]) -> RewardFn:
             f"reward.kwargs: {', '.join(unknown)} -- {spec} takes no such keyword "
             f"(it takes {', '.join(by_name)}) -- take it out, or add it to the function"
         )
-    if "solution_str" in by_name:
-        passed = VERL_NAMES if takes_any else tuple(name for name in VERL_NAMES if name in by_name)
+    for names, takes_batch in ((VERL_NAMES, False), (tuple(VERL_BATCH_NAMES), True)):
+        if ("solution_strs" if takes_batch else "solution_str") not in by_name:
+            continue
+        passed = names if takes_any else tuple(name for name in names if name in by_name)
         _check_filled(parameters, {*passed, *kwargs}, head)
-        return _from_verl(function, passed, kwargs)
+        adapted = _from_verl_batch if takes_batch else _from_verl
+        return LoadedReward(spec, adapted(function, passed, kwargs), takes_batch)
     positional = [
         name
         for name, parameter in parameters.items()
@@ -126,12 +150,31 @@ def _adapt(function: Any, spec: str, kwargs: dict[str, Any]) -> RewardFn:
     if not positional:
         raise RewardError(f"{head} takes ({', '.join(parameters)}) -- {FORMS}")
     _check_filled(parameters, {positional[0], *kwargs}, head)
-    return lambda sample: function(sample, **kwargs)
+    return LoadedReward(spec, lambda sample: function(sample, **kwargs))
+
+
+def _built(cls: type, kwargs: dict[str, Any], head: str) -> BatchRewardFn:
+    if not any("__call__" in vars(base) for base in cls.__mro__):
+        raise RewardError(f"{head} is a class without __call__(self, samples) -- add it, or name a function; {FORMS}")
+    try:
+        return cls(**kwargs)
+    except TypeError as error:
+        raise RewardError(
+            f"{head} is a class that cannot be built with reward.kwargs {kwargs} ({error}) -- make them agree"
+        ) from error
 
 
 def _from_verl(function: Callable[..., object], passed: tuple[str, ...], kwargs: dict[str, Any]) -> RewardFn:
     def score(sample: RewardSample) -> object:
         return function(**{name: getattr(sample, name) for name in passed}, **kwargs)
+
+    return score
+
+
+def _from_verl_batch(function: Callable[..., object], passed: tuple[str, ...], kwargs: dict[str, Any]) -> BatchRewardFn:
+    def score(samples: Sequence[RewardSample]) -> object:
+        columns = {name: [getattr(sample, VERL_BATCH_NAMES[name]) for sample in samples] for name in passed}
+        return function(**columns, **kwargs)
 
     return score
 
@@ -148,5 +191,7 @@ def _check_filled(parameters: Any, filled: set[str], head: str) -> None:
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
+    import difflib
+
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -7,6 +7,10 @@ costs the sample it happened on and no other (contract R3).
 Each process is a fresh interpreter, started with subprocess: a fork would copy the controller's threads
 (torch, Ray) in an unknown state, and multiprocessing's spawn would run the user's main script again in each
 process.
+
+A sample that takes much longer than the others is set aside: its process goes on at the lowest priority while a fresh
+one takes its place, and its clock stands still until the other samples are done. So many hanging samples run out their
+time limits at once, and not one after the other.
 """
 
 from __future__ import annotations
@@ -20,30 +24,71 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from megatron_rl.errors import RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample
-from megatron_rl.rewards.worker import Setup
+from megatron_rl.rewards.channel import Channel
+from megatron_rl.rewards.processes import MARK, end_group, end_marked, yield_cores
+from megatron_rl.rewards.worker import Scored, Setup, Task
 
 LARGEST_CHUNK = 32
 """Most samples sent to a process at once: few messages, yet the last ones are shared evenly."""
+MOST_ASIDE = 32
+"""Most samples set aside at a time. Each holds a process."""
+PATIENCE_S, PATIENCE_FACTOR, PATIENCE_SAMPLES = 0.25, 8.0, 8
+"""A sample is slow after this long, and this many times the mean of those before it, of which there are so many."""
+FOREVER = float("inf")
+LONGEST_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reward that runs in the pool's processes. kwargs: passed with every call."""
+
+    spec: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
-    connection: Connection
+    connection: Channel
+    mark: str
     deadline: float
-    """Of the message that is awaited: the word that the reward is loaded, or the result of assigned[0]."""
+    """Of the message that is awaited: the word that the rewards are loaded, or the result of assigned[0]."""
     loaded: bool = False
+    takes_batch: tuple[bool, ...] = ()
     assigned: deque[int] = field(default_factory=deque)
     """Numbers of the samples that the process has not answered yet, in the order of their scoring."""
+    whole: bool = False
+    """What is assigned is one batch: it succeeds or fails together."""
+    since: float = 0.0
+    """When the awaited sample's turn began."""
+    aside: bool = False
+
+
+class _Call:
+    """What one `score` works on."""
+
+    def __init__(self, samples: Sequence[RewardSample], reward: int) -> None:
+        self.samples, self.reward = samples, reward
+        self.results: list[RewardResult | None] = [None] * len(samples)
+        self.pending = deque(range(len(samples)))
+        self.seconds = 0.0
+        self.num_done = 0
+
+    def patience_s(self, timeout_s: float) -> float:
+        """Seconds after which a sample counts as slow; FOREVER while there is nothing to compare it with."""
+        if self.num_done < PATIENCE_SAMPLES:
+            return FOREVER
+        slow = max(PATIENCE_S, PATIENCE_FACTOR * self.seconds / self.num_done)
+        return slow if slow < timeout_s else FOREVER
 
 
 class RewardPool:
@@ -55,7 +100,7 @@ class RewardPool:
 
     def __init__(
         self,
-        spec: str,
+        rewards: str | Rule | Sequence[Rule],
         kwargs: dict[str, Any] | None = None,
         *,
         num_workers: int = 2,
@@ -64,20 +109,31 @@ class RewardPool:
         memory_limit: int | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        """Start the processes; they load the reward while the caller goes on.
+        """Start the processes; they load the rewards while the caller goes on.
 
-        spec, kwargs: as in `load_reward`. timeout_s: seconds that one sample may take. failed_score: value of
-        a sample whose reward failed. memory_limit: bytes of address space of a process. start_timeout_s:
-        seconds until a process has loaded the reward.
+        rewards: what `load_reward` takes, or Rules; `kwargs` go with a single spec. timeout_s: seconds that one
+        call may take (a sample; the whole batch where the reward takes batches). failed_score: value of a sample whose
+        reward failed. memory_limit: bytes of address space of a process. start_timeout_s: seconds until a process
+        has loaded its rewards.
         """
-        self._setup = Setup(spec, dict(kwargs or {}), failed_score, timeout_s, memory_limit)
+        if isinstance(rewards, str):
+            rewards = Rule(rewards, dict(kwargs or {}))
+        self._rules = (rewards,) if isinstance(rewards, Rule) else tuple(rewards)
+        specs = tuple((rule.spec, dict(rule.kwargs)) for rule in self._rules)
+        self._setup = Setup(specs, failed_score, timeout_s, memory_limit)
         self._num_workers = num_workers
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
+        self._mark = uuid.uuid4().hex + "."
+        self._num_started = 0
         self._closed = False
-        self._fill()
+        try:
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> RewardPool:
         return self
@@ -87,106 +143,184 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """One result a sample, in order. Where the reward raises, hangs or crashes, `failed` says how.
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the reward processes."""
+        return [worker.process.pid for worker in self._workers]
 
-        Raises RewardError when the reward cannot be loaded.
+    @property
+    def mark(self) -> str:
+        """What the environment of the pool's processes, and of all that those start, says (rewards/processes.py)."""
+        return self._mark
+
+    def score(self, samples: Sequence[RewardSample], reward: int = 0) -> list[RewardResult | None]:
+        """One result a sample, in order, by the pool's reward of that number; None where it does not apply.
+
+        Where the reward raises, hangs or crashes, `failed` says how. Raises RewardError when a reward cannot be loaded.
         """
         with self._lock:
             if self._closed:
                 raise RewardError("the reward pool is closed")
-            results: list[RewardResult | None] = [None] * len(samples)
-            pending = deque(range(len(samples)))
+            call = _Call(samples, reward)
             try:
                 self._fill()
-                while pending or any(worker.assigned for worker in self._workers):
-                    self._assign(samples, pending)
-                    self._receive(results, pending)
-                    self._kill_overdue(results, pending)
+                while call.pending or any(worker.assigned for worker in self._workers):
+                    self._assign(call)
+                    self._wind_up(call)
+                    self._receive(call)
+                    self._look_at_clocks(call)
                     self._fill()
             except BaseException:
                 # An interrupted call leaves answers on their way, which the next call would take for its own.
                 self._kill_all()
                 raise
-            return [result for result in results if result is not None]
+            return call.results
 
-    def preflight(self, sample: RewardSample) -> RewardResult:
-        """Score one sample before the run starts. Raises RewardError where the reward does not load or fails
-        on it."""
-        result = self.score([sample])[0]
-        if result.failed is not None:
-            raise RewardError(
-                f"reward.function: {self._setup.spec!r} fails on a first sample "
-                f"(response {sample.solution_str[:80]!r}, ground truth {sample.ground_truth!r}): "
-                f"{result.failed}"
-            )
-        return result
+    def preflight(self, sample: RewardSample) -> list[RewardResult | None]:
+        """Score one sample with each reward before the run starts. Raises RewardError where one does not load or
+        fails on it."""
+        results: list[RewardResult | None] = []
+        for number, rule in enumerate(self._rules):
+            (result,) = self.score([sample], number)
+            if result is not None and result.failed is not None:
+                raise RewardError(
+                    f"reward.function: {rule.spec!r} fails on a first sample "
+                    f"(response {sample.solution_str[:80]!r}, ground truth {sample.ground_truth!r}): "
+                    f"{result.failed}"
+                )
+            results.append(result)
+        return results
 
     def close(self) -> None:
-        """Kill the processes. May be called again."""
+        """Kill the processes and whatever they have started. May be called again."""
         with self._lock:
-            self._closed = True
             self._kill_all()
-            self._selector.close()
+            if not self._closed:
+                self._closed = True
+                self._selector.close()
 
     def _fill(self) -> None:
-        while len(self._workers) < self._num_workers:
-            worker = _start(self._setup, time.monotonic() + self._start_timeout_s)
-            self._workers.append(worker)
-            self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+        """A fresh process takes a second to start: once one had to be replaced, another is kept ready."""
+        spare = int(self._num_started > self._num_workers)
+        while sum(not worker.aside for worker in self._workers) < self._num_workers + spare:
+            self._start()
 
-    def _assign(self, samples: Sequence[RewardSample], pending: deque[int]) -> None:
+    def _start(self) -> None:
+        mark = f"{self._mark}{self._num_started}."
+        self._num_started += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # The same search path as here, so that the reward's module is found where the controller finds it.
+            start = f"from megatron_rl.rewards.worker import main; main({theirs.fileno()})"
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, MARK: mark},
+            )
+        worker = _Worker(process, Channel(ours.detach()), mark, time.monotonic() + self._start_timeout_s)
+        self._workers.append(worker)
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+        # One that has died by now leaves an end of file, which `_receive` finds.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            worker.connection.send(self._setup)
+
+    def _assign(self, call: _Call) -> None:
         for worker in self._workers:
-            if pending and worker.loaded and not worker.assigned:
-                # Half of an even share, so that the chunks shrink and all processes end at about the same
-                # time.
-                share = -(-len(pending) // (2 * self._num_workers))
-                chunk = [pending.popleft() for _ in range(min(share, LARGEST_CHUNK))]
-                worker.assigned.extend(chunk)
-                worker.deadline = time.monotonic() + self._setup.timeout_s
-                try:
-                    worker.connection.send([samples[number] for number in chunk])
-                except (BrokenPipeError, ConnectionResetError):
-                    # It died while idle: nothing of the chunk has run. Its end of file tells the rest of the
-                    # story.
-                    pending.extendleft(reversed(worker.assigned))
-                    worker.assigned.clear()
+            busy = sum(bool(other.assigned) and not other.aside for other in self._workers)
+            if not call.pending or busy >= self._num_workers:
+                return
+            if not worker.loaded or worker.assigned or worker.aside:
+                continue
+            worker.whole = worker.takes_batch[call.reward]
+            # Half of an even share, so that the chunks shrink and all processes end at about the same time.
+            share = min(-(-len(call.pending) // (2 * self._num_workers)), LARGEST_CHUNK)
+            count = len(call.pending) if worker.whole else share
+            chunk = [call.pending.popleft() for _ in range(count)]
+            worker.assigned.extend(chunk)
+            worker.since = time.monotonic()
+            worker.deadline = worker.since + self._setup.timeout_s
+            try:
+                # Token ids are for reward models; a rule has the text.
+                samples = [replace(call.samples[number], prompt_ids=(), response_ids=()) for number in chunk]
+                worker.connection.send(Task(call.reward, samples))
+            except (BrokenPipeError, ConnectionResetError):
+                # It died while idle: nothing of the chunk has run. Its end of file tells the rest of the story.
+                call.pending.extendleft(reversed(worker.assigned))
+                worker.assigned.clear()
 
-    def _receive(self, results: list[RewardResult | None], pending: deque[int]) -> None:
+    def _receive(self, call: _Call) -> None:
         """Wait for the first message or deadline, and take all messages that are there."""
-        deadlines = [worker.deadline for worker in self._workers if worker.assigned or not worker.loaded]
-        wait_s = max(0.0, min(deadlines, default=time.monotonic()) - time.monotonic())
-        for key, _ in self._selector.select(wait_s):
+        now = time.monotonic()
+        due = [worker.deadline for worker in self._workers if worker.assigned or not worker.loaded]
+        patience_s = call.patience_s(self._setup.timeout_s)
+        due += [worker.since + patience_s for worker in self._workers if self._may_wait_aside(worker, call)]
+        for key, _ in self._selector.select(min(max(0.0, min(due, default=now) - now), LONGEST_WAIT_S)):
             worker: _Worker = key.data
             try:
                 message = worker.connection.recv()
             except (EOFError, OSError):
-                self._bury(worker, results, pending)
+                self._bury(worker, call)
                 continue
             if not worker.loaded:
-                if message is not None:
+                if isinstance(message, str):
                     raise RewardError(message)
-                worker.loaded = True
+                worker.loaded, worker.takes_batch = True, tuple(message)
             else:
-                results[worker.assigned.popleft()] = message
-                worker.deadline = time.monotonic() + self._setup.timeout_s
+                self._take(worker, message, call)
 
-    def _kill_overdue(self, results: list[RewardResult | None], pending: deque[int]) -> None:
+    def _take(self, worker: _Worker, scored: Scored, call: _Call) -> None:
+        call.results[worker.assigned.popleft()] = scored.result
+        now = time.monotonic()
+        if not worker.aside:
+            call.seconds += now - worker.since
+            call.num_done += 1
+        worker.since, worker.deadline = now, now + self._setup.timeout_s
+        # One that was set aside goes on with the rest of its chunk, which others have been given.
+        if worker.aside or (scored.spent and not (worker.whole and worker.assigned)):
+            call.pending.extendleft(reversed(worker.assigned))
+            worker.assigned.clear()
+            self._remove(worker)
+
+    def _may_wait_aside(self, worker: _Worker, call: _Call) -> bool:
+        """Whether others wait behind the sample that the process is at."""
+        num_aside = sum(other.aside for other in self._workers)
+        blocks = len(worker.assigned) > 1 or (bool(worker.assigned) and bool(call.pending))
+        return blocks and not (worker.aside or worker.whole) and num_aside < MOST_ASIDE
+
+    def _look_at_clocks(self, call: _Call) -> None:
+        """Set slow samples aside, and give up those that are over their time."""
         now = time.monotonic()
         for worker in list(self._workers):
             awaited = worker.assigned or not worker.loaded
             # A message that has arrived by now counts, however late this loop comes to read it.
-            if not awaited or now < worker.deadline or worker.connection.poll():
+            if not awaited or worker.connection.poll():
                 continue
-            if not worker.loaded:
-                waited = f"{self._start_timeout_s:g} s"
-                raise RewardError(
-                    f"reward.function: {self._setup.spec!r} was not loaded within {waited} -- make its import faster"
-                )
-            reason = f"no result within {self._setup.timeout_s:g} s (reward.timeout_s); its process is killed"
-            self._give_up(worker, reason, results, pending)
+            if now >= worker.deadline:
+                self._give_up_late(worker, call)
+            elif self._may_wait_aside(worker, call) and now - worker.since >= call.patience_s(self._setup.timeout_s):
+                call.pending.extendleft([worker.assigned.pop() for _ in range(len(worker.assigned) - 1)])
+                worker.aside, worker.deadline = True, FOREVER
+                yield_cores(worker.process.pid)
 
-    def _bury(self, worker: _Worker, results: list[RewardResult | None], pending: deque[int]) -> None:
+    def _wind_up(self, call: _Call) -> None:
+        """Start the clocks of the samples that were set aside once all others are done."""
+        if call.pending or any(worker.assigned and not worker.aside for worker in self._workers):
+            return
+        for worker in self._workers:
+            if worker.aside and worker.deadline == FOREVER:
+                worker.deadline = time.monotonic() + self._setup.timeout_s
+
+    def _give_up_late(self, worker: _Worker, call: _Call) -> None:
+        if not worker.loaded:
+            waited = f"{self._start_timeout_s:g} s"
+            specs = " + ".join(rule.spec for rule in self._rules)
+            raise RewardError(f"reward.function: {specs!r} was not loaded within {waited} -- make its import faster")
+        reason = f"no result within {self._setup.timeout_s:g} s (reward.timeout_s); its process is killed"
+        self._give_up(worker, reason, call)
+
+    def _bury(self, worker: _Worker, call: _Call) -> None:
         """A process has ended by itself, or closed its socket and so is of no use."""
         try:
             status = worker.process.wait(timeout=1.0)
@@ -195,42 +329,32 @@ class RewardPool:
             status = worker.process.wait()
         how = f"signal {-status}, {signal.strsignal(-status)}" if status < 0 else f"exit status {status}"
         if not worker.loaded:
-            raise RewardError(f"reward.function: {self._setup.spec!r} -- its process died while loading it ({how})")
-        self._give_up(worker, f"its process died ({how})", results, pending)
+            specs = " + ".join(rule.spec for rule in self._rules)
+            raise RewardError(f"reward.function: {specs!r} -- its process died while loading it ({how})")
+        self._give_up(worker, f"its process died ({how})", call)
 
-    def _give_up(self, worker: _Worker, reason: str, results: list[RewardResult | None], pending: deque[int]) -> None:
+    def _give_up(self, worker: _Worker, reason: str, call: _Call) -> None:
         """Fail the sample that the process is at, put the rest of its chunk back, and remove it."""
-        if worker.assigned:
-            results[worker.assigned.popleft()] = RewardResult(self._setup.failed_score, failed=reason)
-            pending.extendleft(reversed(worker.assigned))
+        failed = len(worker.assigned) if worker.whole else min(1, len(worker.assigned))
+        for _ in range(failed):
+            call.results[worker.assigned.popleft()] = RewardResult(self._setup.failed_score, failed=reason)
+        call.pending.extendleft(reversed(worker.assigned))
         self._remove(worker)
 
     def _remove(self, worker: _Worker) -> None:
+        self._end(worker)
+        end_marked(worker.mark)
+
+    def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         self._selector.unregister(worker.connection)
         worker.connection.close()
-        # The process leads a group of its own, which holds whatever the reward started.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+        # The process leads a group of its own, which holds most of what the reward started; its mark finds the rest.
+        end_group(worker.process.pid)
         worker.process.wait()
 
     def _kill_all(self) -> None:
-        for worker in list(self._workers):
-            self._remove(worker)
-
-
-def _start(setup: Setup, deadline: float) -> _Worker:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        # The same search path as here, so that the reward's module is found where the controller finds it.
-        start = f"from megatron_rl.rewards.worker import main; main({theirs.fileno()})"
-        code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
-    connection = Connection(ours.detach())
-    connection.send(setup)
-    return _Worker(process, connection, deadline)
+        if self._workers:
+            for worker in list(self._workers):
+                self._end(worker)
+            end_marked(self._mark)

@@ -1,8 +1,10 @@
-"""Rewards that compare text: the whole response, or the last number in it."""
+"""Rewards that look at text: the whole response, the last number in it, its form."""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -40,3 +42,42 @@ def _truth_text(ground_truth: Any) -> str:
     if ground_truth is None:
         raise ValueError("the sample has no ground truth -- add reward_model.ground_truth to its row")
     return str(ground_truth).strip()
+
+
+def regex(solution_str: str, pattern: str, whole: bool = False) -> float:
+    """1 where `pattern` is found in the response (whole: where it matches all but surrounding white space), else 0.
+
+    The dot matches line ends too. Raises ValueError where the pattern is none.
+    """
+    compiled = _compiled(pattern)
+    found = compiled.fullmatch(solution_str.strip()) if whole else compiled.search(solution_str)
+    return float(found is not None)
+
+
+def tagged(solution_str: str, tags: Sequence[str] = ("think", "answer"), opened: bool = False) -> float:
+    """1 where the response is <think>...</think><answer>...</answer> and nothing but white space beside, else 0.
+
+    tags: their names, in order; each stands exactly once and is not empty. opened: the prompt ends with the first
+    opening tag, so the response starts inside of it.
+    """
+    rest = f"<{tags[0]}>{solution_str}" if opened else solution_str
+    for tag in tags:
+        if rest.count(f"<{tag}>") != 1 or rest.count(f"</{tag}>") != 1:
+            return 0.0
+    pattern = r"\s*".join(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in tags)
+    found = re.fullmatch(pattern, rest.strip(), re.DOTALL)
+    return float(found is not None and all(inside.strip() for inside in found.groups()))
+
+
+def last_tag(solution_str: str, tag: str) -> str | None:
+    """What stands in the last <tag>...</tag> of the response, stripped; None where there is none."""
+    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", solution_str, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern!r} is no regular expression ({error}) -- correct it") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,15 +70,61 @@ class EngineSettings:
     needs_text: bool
     """Whether stop texts are used, which need the tokenizer inside the engine."""
     engine_kwargs: dict[str, object] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+    """Ranks of the default process group that share the engine, in tensor-parallel order; all of them build it, and get
+    the same calls. Empty: this rank alone."""
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """Which part of every parameter this rank of an engine holds. ep: ranks that whole experts are dealt to."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
 
 
 class RolloutEngine(Protocol):
-    """An engine is built without weights; `update_weights` comes first, and again after each training step.
+    """An engine is built without weights; an update comes first, and again after each training step.
 
-    Memory: between `sleep` and `wake` the engine holds no KV cache, and its weights may be gone; `update_weights`
-    may be
-    called asleep (the engine wakes what it needs) and `generate` only awake.
+    An update is either `update_weights` with whole tensors in Hugging Face names, or `begin_update`, writes into
+    `parameters()`, `end_update`. Every parameter that is not `shared` with the trainer is written in each update: an
+    engine's own memory may be gone after `sleep`.
+
+    Memory: between `sleep` and `wake` the engine holds no KV cache, and its weights may be gone; an update may be made
+    asleep (the engine wakes what it needs) and `generate` only awake.
     """
+
+    @property
+    def part(self) -> EnginePart | None:
+        """This rank's part; None where parameters have no layout of an engine's own, so that only whole tensors go
+        in.
+        """
+        ...
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Parameters whose memory is the trainer's."""
+        ...
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The engine's own name -> tensor of this rank, plain (as checkpoints and a plan have it). Written between
+        begin_update and end_update; elsewhere tensors that the engine's kernels rearrange may be missing.
+        """
+        ...
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters, at any time."""
+        ...
+
+    def begin_update(self) -> None:
+        """Wake the weights and make every parameter plain and writable; values are undefined unless shared."""
+        ...
+
+    def end_update(self, version: int) -> None:
+        """All parameters are written: give them to the kernels, forget cached prefixes, hold `version`."""
+        ...
 
     @property
     def weight_version(self) -> int:
@@ -90,7 +136,9 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take every HF tensor; clears the prefix cache, whose entries are of the old weights."""
+        """Take every HF tensor, whole, on every rank of the engine; clears the prefix cache, whose entries are of the
+        old weights. RolloutError where parameters are shared: they would overwrite the trainer's.
+        """
         ...
 
     def reset_prefix_cache(self) -> None: ...
@@ -105,7 +153,7 @@ class RolloutEngine(Protocol):
 def check_requests(requests: Sequence[Request], sampling: Sampling, max_model_len: int, weight_version: int) -> None:
     """Refuse what an engine would cut or answer wrongly. Raises RolloutError."""
     if weight_version < 0:
-        raise RolloutError("generate before the first update_weights: the engine's weights are not the trainer's yet")
+        raise RolloutError("generate before the first update of weights: the engine's are not the trainer's yet")
     for i, request in enumerate(requests):
         if not request.token_ids:
             raise RolloutError(f"request {i} has an empty prompt; a model needs at least one token to go on from")
@@ -116,12 +164,21 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, max_model_le
             )
 
 
-def make_engine(settings: EngineSettings) -> RolloutEngine:
-    """Build the engine that settings.name says."""
+def make_engine(settings: EngineSettings, shared: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
+    """Build the engine that settings.name says.
+
+    shared: engine parameter -> trainer's tensor of the same shape, dtype and device whose memory it takes
+    (reshard/alias.py says which can); vllm alone can. Their storages must stay where they are.
+    """
     if settings.name == "vllm":
         from megatron_rl.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(settings)
+        return VllmEngine(settings, shared or {})
+    if shared or len(settings.ranks) > 1:
+        raise RolloutError(
+            f"rollout.name {settings.name!r} runs on one rank with weights of its own; set rollout.tp=1 and "
+            "rollout.share_weights=false, or use vllm"
+        )
     if settings.name == "hf":
         from megatron_rl.rollout.hf_engine import HfEngine
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_rl.rollout.engine import EngineSettings, Request, Sample, Sampling, check_requests
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sample, Sampling, check_requests
 
 
 class FakeEngine:
@@ -35,6 +35,25 @@ class FakeEngine:
         logprob = -float(torch.log(torch.tensor(float(self._settings.vocab_size))))
         stopped = ids[-1] in sampling.stop_token_ids
         return Sample(ids, (logprob,) * len(ids), "stop" if stopped else "length")
+
+    @property
+    def part(self) -> EnginePart | None:
+        return None
+
+    @property
+    def shared(self) -> frozenset[str]:
+        return frozenset()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def begin_update(self) -> None: ...
+
+    def end_update(self, version: int) -> None:
+        self._version = version
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         for _ in tensors:

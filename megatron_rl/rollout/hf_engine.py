@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from megatron_rl.errors import RolloutError
-from megatron_rl.rollout.engine import EngineSettings, Request, Sample, Sampling, check_requests
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sample, Sampling, check_requests
 
 
 def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
@@ -105,10 +105,34 @@ class HfEngine:
         probs = logits.softmax(-1)
         return torch.stack([torch.multinomial(p, 1, generator=g) for p, g in zip(probs, generators, strict=True)])
 
+    @property
+    def part(self) -> EnginePart | None:
+        return None
+
+    @property
+    def shared(self) -> frozenset[str]:
+        return frozenset()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """By the names that checkpoints have."""
+        params = {name: param.data for name, param in self._model.named_parameters()}
+        return checkpoint_views(params, self._model.config.model_type)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See RolloutEngine."""
+        return {name: tuple(tensor.shape) for name, tensor in self.parameters().items()}
+
+    def begin_update(self) -> None:
+        """Nothing to do: parameters are always plain."""
+
+    def end_update(self, version: int) -> None:
+        """See RolloutEngine."""
+        self._version = version
+
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See RolloutEngine. RolloutError naming each tensor that the model lacks or did not get."""
-        held = checkpoint_views(dict(self._model.named_parameters()), self._model.config.model_type)
+        held = self.parameters()
         left = set(held)
         for name, tensor in tensors:
             if name not in held:

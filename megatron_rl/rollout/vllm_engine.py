@@ -1,24 +1,34 @@
-"""vLLM inside the worker's process (no engine process, no copies between processes)."""
+"""vLLM inside the worker's process (no engine process, no copies between processes).
+
+An engine of several ranks is several of these, one a rank, given the same calls: each schedules alike, and their
+collectives meet (vLLM's external launcher).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import hashlib
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_rl.errors import MissingDependency, RolloutError
-from megatron_rl.rollout.engine import EngineSettings, Request, Sample, Sampling, check_requests
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sample, Sampling, check_requests
 
 _CPU_KV_CACHE_GB = 0.25
 
 
+_OURS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend")
+"""Keywords that rollout.engine_kwargs cannot give: the layout is the run's."""
+
+
 @contextlib.contextmanager
 def _kept_rng() -> Iterator[None]:
-    """vLLM seeds python's, numpy's and torch's global generators when it starts; the trainer's streams go on."""
+    """vLLM draws from and seeds python's, numpy's and torch's global generators; the trainer's streams go on."""
     import numpy as np
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -82,24 +92,63 @@ def _pack_experts_again() -> None:
 
 
 class VllmEngine:
-    """One vLLM engine on one rank. Weights start as noise: `update_weights` must come first."""
+    """One rank of a vLLM engine. Weights start as noise, or as the trainer's where they are shared: an update must come
+    first.
+    """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, shared: Mapping[str, torch.Tensor]) -> None:
+        """shared: see make_engine. RolloutError where ranks or keywords do not fit; ReshardError naming parameters that
+        cannot be shared.
+        """
         self._settings = settings
         self._version = -1
         self._asleep = False
+        self._calls = 0
         vllm = _import_vllm()
         self._sampling_params = vllm.SamplingParams
-        on_cpu = settings.device == "cpu"
-        if on_cpu:
+        self._on_cpu = settings.device == "cpu"
+        if self._on_cpu:
             _keep_plain_weights()
             _pack_experts_again()
-        self._can_sleep = settings.free_cache_engine and not on_cpu
+        self._can_sleep = settings.free_cache_engine and not self._on_cpu
+        taken = [key for key in _OURS if key in settings.engine_kwargs]
+        if taken:
+            raise RolloutError(f"rollout.engine_kwargs: {', '.join(taken)} cannot be given; rollout.tp sets the layout")
+        # vLLM's modules are imported after the environment is set.
+        from megatron_rl.rollout import vllm_loader
+
+        # vLLM lowers the number of threads and turns torch.set_num_threads into a no-op.
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        with _kept_rng(), vllm_loader.loading(shared) as self._loaded, self._groups() as ranks:
+            arguments = self._arguments(ranks) | {"load_format": vllm_loader.LOAD_FORMAT}
+            self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
+        set_num_threads(threads)
+        self._part = self._find_part(ranks)
+        self._shared = frozenset(shared)
+        if self._on_cpu:
+            # Packed experts cannot be read back; on CPU there is memory for both forms.
+            self._loaded.make_plain()
+
+    @contextlib.contextmanager
+    def _groups(self) -> Iterator[tuple[int, ...]]:
+        """The engine's ranks, with their groups while it starts; empty where there is no process group at all."""
+        self._in_groups = torch.distributed.is_initialized()
+        if not self._in_groups:
+            yield ()
+            return
+        from megatron_rl.rollout import vllm_groups
+
+        ranks = self._settings.ranks or (torch.distributed.get_rank(),)
+        with vllm_groups.engine_groups(ranks, vllm_groups.device_index()):
+            yield ranks
+
+    def _arguments(self, ranks: tuple[int, ...]) -> dict[str, Any]:
+        """Keywords of vllm.LLM."""
+        settings, on_cpu = self._settings, self._on_cpu
         arguments: dict[str, Any] = {
             "model": settings.model_path,
             "tokenizer": settings.tokenizer_path,
             "skip_tokenizer_init": not settings.needs_text,
-            "load_format": "dummy",
             "dtype": settings.dtype,
             "max_model_len": settings.max_model_len,
             "max_num_seqs": settings.max_num_seqs,
@@ -111,16 +160,28 @@ class VllmEngine:
             "seed": settings.seed,
             "disable_log_stats": True,
         }
+        if ranks:
+            arguments["tensor_parallel_size"] = len(ranks)
+            arguments["distributed_executor_backend"] = "external_launcher"
         kv_cache_gb = settings.kv_cache_gb or (_CPU_KV_CACHE_GB if on_cpu else None)
         if kv_cache_gb is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * (1 << 30))
         if settings.max_num_batched_tokens is not None:
             arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
-        # vLLM lowers the number of threads and turns torch.set_num_threads into a no-op.
-        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-        with _kept_rng():
-            self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
-        set_num_threads(threads)
+        return arguments
+
+    def _find_part(self, ranks: tuple[int, ...]) -> EnginePart:
+        tp, rank = max(len(ranks), 1), ranks.index(torch.distributed.get_rank()) if ranks else 0
+        experts = self._llm.llm_engine.vllm_config.parallel_config.enable_expert_parallel
+        return EnginePart(tp, rank, *((tp, rank) if experts else (1, 0)))
+
+    @property
+    def part(self) -> EnginePart | None:
+        return self._part
+
+    @property
+    def shared(self) -> frozenset[str]:
+        return self._shared
 
     @property
     def weight_version(self) -> int:
@@ -133,8 +194,23 @@ class VllmEngine:
             raise RolloutError("generate on a sleeping engine; call wake() after update_weights()")
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
         params = [self._params(sampling, request.seed) for request in requests]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        with self._stream(params):
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [[self._sample(completion) for completion in output.outputs] for output in outputs]
+
+    @contextlib.contextmanager
+    def _stream(self, params: Sequence[Any]) -> Iterator[None]:
+        """The engine's own random numbers for samples without a seed: alike on its ranks, which sample apart, and the
+        same in a run that is resumed. The trainer's are left alone.
+        """
+        self._calls += 1
+        if all(p.temperature == 0 or p.seed is not None for p in params):
+            yield
+            return
+        key = f"{self._settings.seed} {self._version} {self._calls}".encode()
+        with _kept_rng():
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
+            yield
 
     def _params(self, sampling: Sampling, seed: int | None) -> Any:
         return self._sampling_params(
@@ -160,12 +236,42 @@ class VllmEngine:
         assert len(flat.logprobs) == len(completion.token_ids), (len(flat.logprobs), len(completion.token_ids))
         return Sample(tuple(completion.token_ids), tuple(flat.logprobs), completion.finish_reason)
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """See RolloutEngine. Parameters that back ends rearrange for their kernels stand here plain."""
+        return self._loaded.untouched() | self._loaded.plain
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See RolloutEngine."""
+        found = {name: tuple(tensor.shape) for name, tensor in self._loaded.untouched().items()}
+        return found | self._loaded.plain_shapes()
+
+    def begin_update(self) -> None:
+        """See RolloutEngine."""
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._loaded.make_plain()
+
+    def end_update(self, version: int) -> None:
+        """See RolloutEngine."""
+        self._loaded.repack(self._llm.llm_engine.vllm_config)
+        if not self._on_cpu:
+            self._loaded.plain.clear()
+        self._now_holds(version)
+
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See RolloutEngine. Uses vLLM's own layer-wise reload, which knows fused and prepacked layouts."""
+        if self._shared:
+            raise RolloutError(
+                f"update_weights: {len(self._shared)} parameters of this engine are the trainer's own memory and would "
+                "be overwritten; write the others between begin_update and end_update, or build it without shared ones"
+            )
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-        self._version = version
+        self._now_holds(version)
+
+    def _now_holds(self, version: int) -> None:
+        self._version, self._calls = version, 0
         if not self._asleep:
             self.reset_prefix_cache()
 
@@ -190,5 +296,16 @@ class VllmEngine:
 
     def close(self) -> None:
         """Drop the engine and its memory."""
-        self._llm.llm_engine.engine_core.shutdown()
+        # Safe to import here: the engine exists, so that vLLM was imported with its environment set.
+        from megatron_rl.rollout import vllm_groups
+
+        with vllm_groups.default_group_kept() if self._in_groups else contextlib.nullcontext():
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm
+        self._loaded.model = None
+        self._loaded.plain.clear()
+        if self._in_groups:
+            vllm_groups.leave_groups()
+        gc.collect()
+        if not self._on_cpu:
+            torch.cuda.empty_cache()

@@ -13,10 +13,12 @@ from megatron_rl.observe.step_line import step_line
 from megatron_rl.trainers import loop
 from megatron_rl.trainers.grpo import GrpoTrainer
 from megatron_rl.trainers.placement import start_policy
+from megatron_rl.trainers.ppo import PpoTrainer
 from megatron_rl.trainers.sft import SftTrainer
 
 TRAINERS: dict[str, Callable[[RunConfig], loop.Trainer]] = {
     "grpo": GrpoTrainer,
+    "ppo": PpoTrainer,
     "sft": SftTrainer,
 }
 """algorithm.name -> trainer"""

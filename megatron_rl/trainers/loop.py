@@ -30,6 +30,10 @@ class Counted(Protocol):
     def num_filtered(self) -> int: ...
     @property
     def num_truncated(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def rows_by_source(self) -> Mapping[str, int]: ...
 
 
 class Trainer(Protocol):
@@ -69,7 +73,7 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
         trainer = make_trainer(cfg)
     sinks: list[Sink] = []
     try:
-        for line in summary_lines(trainer.data_summary()):
+        for line in summary_lines(trainer.data_summary(), cfg.data.mix_weights):
             progress.say(line)
         names = cfg.trainer.logger
         sinks = open_sinks(
@@ -88,12 +92,24 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
     progress.say(f"run folder: {folder} (config.yaml, metrics.jsonl, rollouts.jsonl, curves.png, final/)")
 
 
-def summary_lines(sets: Mapping[str, Counted]) -> list[str]:
-    """Rows read, left out and cut, by set (contract R6)."""
-    return [
-        f"{name}: {data.num_rows:,} rows, {data.num_filtered:,} left out and {data.num_truncated:,} cut for length"
-        for name, data in sets.items()
-    ]
+def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float]) -> list[str]:
+    """Rows read, left out, cut and taken from a cache, by set; used rows and shares by source (contract R6)."""
+    lines: list[str] = []
+    for name, data in sets.items():
+        cached = f"; tokens of {data.num_cached:,} rows were kept from an earlier run" if data.num_cached else ""
+        lines.append(
+            f"{name}: {data.num_rows:,} rows, {data.num_filtered:,} left out and {data.num_truncated:,} cut for "
+            f"length{cached}"
+        )
+        mix = mix_weights if name == "train" else {}
+        if len(data.rows_by_source) > 1 or mix:
+            parts = [
+                f"{source} {count:,} rows"
+                + (f" for {mix[source] / sum(mix.values()):.1%} of the samples" if mix else "")
+                for source, count in data.rows_by_source.items()
+            ]
+            lines.append(f"{name}: {', '.join(parts)}")
+    return lines
 
 
 def _steps(cfg: RunConfig, trainer: Trainer, sinks: list[Sink], progress: Progress, folder: Path) -> None:

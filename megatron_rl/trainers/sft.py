@@ -15,7 +15,7 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_batches
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import SftSample, SftSet, load_sft
-from megatron_rl.data.stream import Stream, steps_per_epoch
+from megatron_rl.data.stream import open_stream, steps_per_epoch
 from megatron_rl.trainers import report
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.types import TrainBatch
@@ -35,12 +35,8 @@ class SftTrainer:
         self.val_set = (
             load_sft(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
         )
-        self.stream = Stream(
-            num_items=len(self.train_set.samples),
-            batch_size=cfg.data.train_batch_size,
-            shuffle=cfg.data.shuffle,
-            seed=cfg.trainer.seed,
-        )
+        sources = [sample.data_source for sample in self.train_set.samples]
+        self.stream = open_stream(cfg.data, sources, cfg.trainer.seed)
         self.steps_per_epoch = steps_per_epoch(len(self.train_set.samples), cfg.data.train_batch_size)
         self.total_steps = cfg.trainer.total_training_steps or self.steps_per_epoch * cfg.trainer.total_epochs
         self.loss_ema: float | None = None
@@ -85,7 +81,7 @@ class SftTrainer:
         if self.val_set is None:
             return {}
         loss = hits = tokens = whole = 0.0
-        samples, size = self.val_set.samples, self.cfg.data.train_batch_size
+        samples, size = self.val_set.samples, self.cfg.data.val_batch_size or self.cfg.data.train_batch_size
         for at in range(0, len(samples), size):
             batch = to_batch(samples[at : at + size])
             ranks = self._plan(batch).passes()

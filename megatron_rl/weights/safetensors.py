@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,6 +83,11 @@ class SafetensorsSource:
             shown = "; ".join(faults[:20]) + ("" if len(faults) <= 20 else f"; and {len(faults) - 20} more")
             raise CheckpointError(f"{self.path}: weights do not fit config.json: {shown}")
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the folder, whole, by its name."""
+        for name in sorted(self._file_of):
+            yield name, self._whole(name)
+
     def _whole(self, name: str) -> torch.Tensor:
         return self._handle(name).get_tensor(name)
 
@@ -127,9 +132,12 @@ def write_model(
     companions_from: str | Path,
     tokenizer_from: str | Path | None = None,
     dtype: torch.dtype | None = None,
+    config_changes: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
     """Write a complete HF folder: shards of at most max_shard_bytes, index, config, tokenizer.
+
+    config_changes: entries of config.json that differ from companions_from's.
 
     Everything goes to a folder beside `path` that takes its place at the end, so a failure (a full disk) leaves an
     earlier save as it was. Raises CheckpointError then.
@@ -140,7 +148,7 @@ def write_model(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         _write_shards(staging, tensors, max_shard_bytes)
-        _copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), dtype)
+        _copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), dtype, config_changes)
         _replace_folder(staging, path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
@@ -180,15 +188,18 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max
     )
 
 
-def _copy_companions(folder: Path, model: Path, tokenizer: Path, dtype: torch.dtype | None) -> None:
+def _copy_companions(
+    folder: Path, model: Path, tokenizer: Path, dtype: torch.dtype | None, changes: Mapping[str, Any] | None
+) -> None:
     for source in (model, tokenizer):
         for name in COMPANIONS:
             if (source / name).exists() and not (source is tokenizer and name == "config.json"):
                 shutil.copyfile(source / name, folder / name)
-    if dtype is not None:
-        config = json.loads((folder / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
+    if dtype is not None or changes:
+        config = json.loads((folder / "config.json").read_text()) | dict(changes or {})
+        if dtype is not None:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -6,23 +6,29 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_rl.algos import LOSSES
-from megatron_rl.algos.losses import nll_loss, policy_objective
+from megatron_rl.algos.losses import TokenLoss, nll_loss, policy_objective
 from megatron_rl.cluster.dispatch import Collect, Split, dispatch
+from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.layout import ModelShape
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import setup_logging
+from megatron_rl.parallel.collectives import adder
 from megatron_rl.parallel.topology import topology_of
-from megatron_rl.rollout.engine import EngineSettings, Request, RolloutEngine, Sample, Sampling, make_engine
-from megatron_rl.types import OffloadReport, StepReport, TrainBatch
+from megatron_rl.rollout.engine import Request, RolloutEngine, Sample, Sampling
+from megatron_rl.types import OffloadReport, StepReport, SyncReport, TrainBatch
+
+if TYPE_CHECKING:
+    from megatron_rl.mcore.build import Policy
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,8 @@ class PolicyPlan:
     device: str
     total_optimizer_steps: int
     with_engine: bool
+    engine_order: tuple[int, ...] = ()
+    """The rank of each engine slot: slot s is tensor-parallel rank s % tp of engine s // tp."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,26 @@ def _quiet_libraries() -> None:
         warnings.filterwarnings("ignore", message=re.escape(start))
 
 
+def actor_objective(actor: ActorConfig) -> TokenLoss:
+    """The token loss of a policy update, as configured. Called on a rank whose groups exist."""
+    from megatron_rl.parallel.groups import cp_group
+
+    return policy_objective(
+        LOSSES[actor.loss_mode],
+        clip_low=actor.clip_low,
+        clip_high=actor.clip_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        entropy_coeff=actor.entropy_coeff,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
+        kl_importance=actor.kl_loss_importance,
+        # Context parallelism spreads the tokens of a sequence over ranks.
+        add_up=adder(cp_group()),
+    )
+
+
 class PolicyWorker:
     """Methods are called on all ranks at once (cluster/dispatch.py says how arguments are split)."""
 
@@ -84,14 +112,14 @@ class PolicyWorker:
         device = (
             torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
         )
-        policy = build.build_policy(plan.shape, actor, cfg.model.dtype, device)
-        convert.load_hf(policy, self._source(cfg.model.path))
+        policy = self._build_actor(device)
         self._reference = None
         if cfg.needs_reference:
             self._reference = build.build_policy(plan.shape, actor, cfg.model.dtype, device)
             convert.load_hf(self._reference, self._source(cfg.ref.path or cfg.model.path, cfg.ref.path is not None))
         self._trainable = build.make_trainable(policy, actor, plan.total_optimizer_steps)
         self._export = functools.partial(convert.export_hf, self._trainable.policy)
+        self._build_others(device)
         self._engine: RolloutEngine | None = None
         # Every update zeroes the gradients first, so their values need not be kept.
         self._offload = Offload(self._trainable, actor.offloaded if plan.with_engine else (), keep_grads=False)
@@ -99,6 +127,16 @@ class PolicyWorker:
             # The engine plans its memory by what is free when it starts.
             self._offload.to_host()
             self._start_engine()
+
+    def _build_actor(self, device: torch.device) -> Policy:
+        from megatron_rl.mcore import build, convert
+
+        policy = build.build_policy(self._plan.shape, self._cfg.actor, self._cfg.model.dtype, device)
+        convert.load_hf(policy, self._source(self._cfg.model.path))
+        return policy
+
+    def _build_others(self, device: torch.device) -> None:
+        """Models beside actor and reference; made before the engine looks how much memory is free."""
 
     def _source(self, path: str, pretrained: bool = False):
         from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource
@@ -108,38 +146,24 @@ class PolicyWorker:
         return SafetensorsSource(path)
 
     def _start_engine(self) -> None:
-        from megatron_rl.mcore.build import DTYPES
-        from megatron_rl.reshard.publisher import WeightPublisher
+        from megatron_rl.workers.colocated import Lending, engine_layout, start_engine
 
-        cfg, rollout = self._cfg, self._cfg.rollout
-        dtype = rollout.dtype or cfg.model.dtype
-        settings = EngineSettings(
-            name=rollout.name,
-            model_path=cfg.model.path,
-            tokenizer_path=cfg.model.tokenizer_path or cfg.model.path,
-            vocab_size=self._plan.shape.vocab_size,
-            max_model_len=rollout.max_model_len or cfg.max_sequence_length,
-            dtype=dtype,
+        def fetch() -> None:
+            self._offload.to_device("params")
+
+        def lent_back() -> None:
+            # The actor's weights leave the device before the engine takes its KV cache.
+            self._offload.to_host("params")
+
+        self._engine, self._publisher = start_engine(
+            self._cfg,
+            self._trainable.policy,
+            engine_layout(self._cfg, self._plan.engine_order),
             device=self._plan.device,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            kv_cache_gb=rollout.kv_cache_gb,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            enforce_eager=rollout.enforce_eager,
-            free_cache_engine=rollout.free_cache_engine,
-            # Engines that share a stream of random numbers would give all replicas the same samples.
-            seed=cfg.trainer.seed * 1000003 + self._rank,
-            needs_text=bool(rollout.stop),
-            engine_kwargs=dict(rollout.engine_kwargs),
+            rank=self._rank,
+            # A critic's worker puts an export of its own in place of this one.
+            lending=Lending(fetch, lent_back, lambda dtype: self._export(dtype)),
         )
-        self._engine = make_engine(settings)
-        self._publisher = WeightPublisher(self._engine, lambda: self._published(DTYPES[dtype]))
-
-    def _published(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The actor's weights for the engine; they leave the device before the engine takes its KV cache."""
-        self._offload.to_device("params")
-        yield from self._export(dtype)
-        self._offload.to_host("params")
 
     @dispatch(split=Split.SPLIT_ENGINE)
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
@@ -148,9 +172,9 @@ class PolicyWorker:
         self._offload.to_host()
         return self._engine.generate(requests, sampling)
 
-    @dispatch(split=Split.ALL, collect=Collect.RANK0)
-    def publish(self, version: int, expect_change: bool) -> int:
-        """The actor's weights into every engine; bytes sent to one."""
+    @dispatch(split=Split.ALL)
+    def publish(self, version: int, expect_change: bool) -> SyncReport:
+        """The actor's weights into every engine; what each rank did."""
         self._offload.to_host("grads", "optimizer")
         return self._publisher.publish(version, expect_change=expect_change)
 
@@ -175,16 +199,7 @@ class PolicyWorker:
     @dispatch(split=Split.SPLIT_DP)
     def update(self, micro_batches: Sequence[TrainBatch], temperature: float) -> UpdateResult:
         """One optimizer step on the policy objective over all ranks' micro-batches."""
-        actor = self._cfg.actor
-        objective = policy_objective(
-            LOSSES[actor.loss_mode],
-            clip_low=actor.clip_low,
-            clip_high=actor.clip_high,
-            entropy_coeff=actor.entropy_coeff,
-            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            kl_loss_type=actor.kl_loss_type,
-        )
-        return self._step(micro_batches, objective, temperature)
+        return self._step(micro_batches, actor_objective(self._cfg.actor), temperature)
 
     @dispatch(split=Split.SPLIT_DP)
     def update_sft(self, micro_batches: Sequence[TrainBatch]) -> UpdateResult:
@@ -207,11 +222,20 @@ class PolicyWorker:
     @dispatch(split=Split.ALL, collect=Collect.RANK0)
     def save_hf(self, path: str) -> str:
         """The actor as a Hugging Face folder at `path`, written by rank 0 from tensors of all ranks."""
+        self._offload.to_device("params")
+        return self._write_hf(path, self._export(), self._cfg.model.path)
+
+    def _write_hf(
+        self,
+        path: str,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        companions_from: str,
+        config_changes: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Rank 0 writes a folder from an export that all ranks take part in."""
         from megatron_rl.mcore.build import DTYPES
         from megatron_rl.weights.safetensors import write_model
 
-        self._offload.to_device("params")
-        tensors = self._export()
         failure: CheckpointError | None = None
         if self._rank == 0:
             model = self._cfg.model
@@ -219,9 +243,10 @@ class PolicyWorker:
                 write_model(
                     Path(path),
                     tensors,
-                    companions_from=model.path,
-                    tokenizer_from=model.tokenizer_path,
+                    companions_from=companions_from,
+                    tokenizer_from=model.tokenizer_path or model.path,
                     dtype=DTYPES[model.dtype],
+                    config_changes=config_changes,
                 )
             except CheckpointError as error:
                 failure = error

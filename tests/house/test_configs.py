@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
+from tests.unit.config_helpers import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
@@ -22,7 +23,10 @@ NAME = re.compile(r"([a-z]+)-([a-z0-9.]+)-(\d+)n(\d+)g(-[a-z0-9.-]+)?\.yaml")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like a checkout whose quick start ran: data, and a model where SFT leaves its own."""
+    """A folder like a checkout whose examples ran: their data, and models where SFT and the user put theirs.
+
+    Configs name files, whose content no check of a config reads: those of the examples are stand-ins here.
+    """
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "examples").symlink_to(ROOT / "examples")
     script = "examples/quickstart/make_data.py"
@@ -31,6 +35,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained = folder / "runs/quickstart/sft/final"
     shutil.copytree(folder / "runs/quickstart/data/model", trained)
     save_file({"model.embed_tokens.weight": np.zeros((2, 2), np.float32)}, trained / "model.safetensors")
+    shutil.copytree(trained, folder / "runs/reasoning_gym/sft/final")
+    make_model(folder / "models/Qwen2.5-0.5B-Instruct", max_position_embeddings=32768)
+    for example in ("reasoning_gym", "gsm8k", "customer_service"):
+        for name in ("train", "val", "test", "sft_train", "sft_val"):
+            file = folder / f"runs/{example}/data/{name}.parquet"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
     return folder
 
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -36,14 +37,32 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "pytest",
+    "megatron_rl.algos.losses",
+    "megatron_rl.config.actor",
+    "megatron_rl.data.batching",
+    "megatron_rl.mcore.build",
+    "megatron_rl.mcore.convert",
+    "megatron_rl.mcore.cpu",
+    "megatron_rl.mcore.offload",
+    "megatron_rl.mcore.step",
+    "megatron_rl.weights.safetensors",
 ]
 
 # After one rank failed, the others have this long: their errors belong in the report, their hangs do not.
 GRACE_S = 2.0
 
 
+# What the C++ runtime says when one of gloo's own threads throws, which no code of ours can catch (pytorch/gloo#514: a
+# connection that a peer has closed by the time it is accepted). Such a call is made once more, with a warning.
+GLOO_THREAD_DIED = ("terminate called", "gloo")
+
+
 class RankFailed(RuntimeError):
     """A rank that died without an exception, or whose exception cannot be pickled."""
+
+
+class _GlooThreadDied(RankFailed):
+    """A rank that died by GLOO_THREAD_DIED."""
 
 
 class RanksTimedOut(RuntimeError):
@@ -63,6 +82,14 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0)
         payload = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"run_ranks: {fn!r} and its arguments must be picklable ({error})") from error
+    try:
+        return _attempt(n, payload, timeout)
+    except _GlooThreadDied as error:
+        warnings.warn(f"{fn.__name__} on {n} ranks runs once more: {error}", stacklevel=2)
+        return _attempt(n, payload, timeout)
+
+
+def _attempt(n: int, payload: bytes, timeout: float) -> list[Any]:
     context = _fork_server()
     processes: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -155,10 +182,13 @@ def _collect(connections: dict[Connection, int], processes: list[Any], folder: P
                 results[rank] = message[1]
                 continue
             _, error, text = message
-            failures[rank] = (error or RankFailed(f"rank {rank} of {world}: {text}"), text)
+            kind = _GlooThreadDied if all(words in text for words in GLOO_THREAD_DIED) else RankFailed
+            failures[rank] = (error or kind(f"rank {rank} of {world}: {text}"), text)
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
         first, _ = next(iter(failures.values()))
+        # The death of a rank explains the connection errors of the others.
+        first = next((error for error, _ in failures.values() if isinstance(error, _GlooThreadDied)), first)
         for rank, (_, text) in failures.items():
             first.add_note(f"--- rank {rank} of {world} ---\n{text}")
         raise first

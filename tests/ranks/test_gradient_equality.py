@@ -43,29 +43,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
+def _both(rank: int, world: int, folder: str, size: int | None) -> dict[str, dict[str, Any]]:
+    return {name: _gradients(rank, world, folder, size, name == "packed") for name in ("packed", "padded")}
+
+
 @pytest.fixture(scope="module")
-def whole(folder: str) -> dict[str, Any]:
-    """One rank, one packed micro-batch."""
-    return run_ranks(1, _gradients, folder, None, True)[0]
+def whole(folder: str) -> dict[str, dict[str, Any]]:
+    """One rank, one micro-batch; packed and padded."""
+    return run_ranks(1, _both, folder, None)[0]
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_n3_gradients_are_equal(folder: str, whole: dict[str, Any], split: str, packing: bool) -> None:
-    """N3: every tensor's gradient and their norm within 1e-6 relative in float32, on every rank."""
+def test_n3_gradients_are_equal(folder: str, whole: dict[str, dict[str, Any]], split: str) -> None:
+    """N3: every tensor's gradient and their norm within 1e-6 relative in float32, on every rank, packed and padded."""
     world, size = SPLITS[split]
-    for result in run_ranks(world, _gradients, folder, size, packing):
-        assert result["report"].loss == pytest.approx(whole["report"].loss, rel=1e-6)
-        assert result["report"].grad_norm == pytest.approx(whole["report"].grad_norm, rel=1e-6)
-        assert result["grads"].keys() == whole["grads"].keys()
-        difference = torch.stack([(result["grads"][name] - grad).norm() for name, grad in whole["grads"].items()])
-        norm = torch.stack([grad.norm() for grad in whole["grads"].values()]).norm()
-        assert difference.norm() / norm < 1e-6
-        for name, grad in whole["grads"].items():
-            assert (result["grads"][name] - grad).norm() < 1e-6 * norm, name
+    wanted = whole["packed"]
+    for of_rank in [whole] if (world, size) == (1, None) else run_ranks(world, _both, folder, size):
+        for result in of_rank.values():
+            assert result["report"].loss == pytest.approx(wanted["report"].loss, rel=1e-6)
+            assert result["report"].grad_norm == pytest.approx(wanted["report"].grad_norm, rel=1e-6)
+            assert result["grads"].keys() == wanted["grads"].keys()
+            difference = torch.stack([(result["grads"][name] - grad).norm() for name, grad in wanted["grads"].items()])
+            norm = torch.stack([grad.norm() for grad in wanted["grads"].values()]).norm()
+            assert difference.norm() / norm < 1e-6
+            for name, grad in wanted["grads"].items():
+                assert (result["grads"][name] - grad).norm() < 1e-6 * norm, name
 
 
-def test_packing_computes_no_padding_and_padding_does(folder: str, whole: dict[str, Any]) -> None:
-    padded = run_ranks(1, _gradients, folder, None, False)[0]
-    assert (whole["tokens"], whole["micros"]) == (sum(LENGTHS), 1)
+def test_packing_computes_no_padding_and_padding_does(whole: dict[str, dict[str, Any]]) -> None:
+    packed, padded = whole["packed"], whole["padded"]
+    assert (packed["tokens"], packed["micros"]) == (sum(LENGTHS), 1)
     assert (padded["tokens"], padded["micros"]) == (max(LENGTHS) * len(LENGTHS), 1)

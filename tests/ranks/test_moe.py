@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,21 @@ PARITY_LAYOUTS: dict[str, Layout] = {
     "tp2": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
 }
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_bucket_size": 20000}
+# Tied and untied, packed and padded.
 TRAINING_LAYOUTS: dict[str, Layout] = {
-    "tp2": (2, {"tp": 2, "sequence_parallel": True}),
     "ep2": (2, {"ep": 2}),
+    "ep2-tp2": (2, {"ep": 2, "tp": 2, "sequence_parallel": True}),
+}
+# Untied and packed.
+MORE_TRAINING_LAYOUTS: dict[str, Layout] = {
+    "tp2": (2, {"tp": 2, "sequence_parallel": True}),
     "ep2-plain-optimizer": (2, {"ep": 2, "use_distributed_optimizer": False}),
     "ep2-etp2-of-dp": (4, {"ep": 2, "etp": 2}),
     "ep2-micro-batches-of-one": (2, {"ep": 2, "ppo_micro_batch_size_per_gpu": 1}),
+    # Experts without a token in the last micro-batch: their gradients are waited for all the same.
+    "ep2-overlap-of-one": (4, {"ep": 2, "ppo_micro_batch_size_per_gpu": 1, **OVERLAP}),
     "ep4": (4, {"ep": 4}),
-    "ep2-tp2": (2, {"ep": 2, "tp": 2, "sequence_parallel": True}),
     "ep2-tp2-dp2": (4, {"ep": 2, "tp": 2, "sequence_parallel": True}),
     "ep2-tp2-etp2": (4, {"ep": 2, "etp": 2, "tp": 2, "sequence_parallel": True}),
     "ep2-cp2": (2, {"ep": 2, "cp": 2}),
@@ -149,38 +157,55 @@ def test_n1_experts_equal_transformers(tmp_path: Path, family: str, layout: str)
     assert seen == expected.keys()
 
 
-def _train_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) -> list[tuple[float, float]]:
+Variant = tuple[str, bool]
+"""The model's name (tied or untied), and whether its batches are packed (padded otherwise)."""
+EVERY: tuple[Variant, ...] = (("untied", True), ("tied", True), ("untied", False), ("tied", False))
+Trajectory = list[tuple[float, float]]
+
+
+def _train_on_rank(
+    rank: int, world: int, folders: dict[str, str], layout: dict[str, Any], variants: Sequence[Variant]
+) -> list[Trajectory]:
+    return [_trajectory(rank, world, folders[name], {**layout, "packing": packed}) for name, packed in variants]
+
+
+def _trajectory(rank: int, world: int, folder: str, layout: dict[str, Any]) -> Trajectory:
     from megatron_rl.mcore import step
 
     actor = make_actor(**layout)
     trainable = build(folder, actor, world)
-    trajectory = []
+    found = []
     for number in range(STEPS):
         micros = my_micro_batches(random_batch(number % 2, LENGTHS, 128), actor, rank, world)
         report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
-        trajectory.append((report.loss, report.grad_norm))
-    return trajectory
+        found.append((report.loss, report.grad_norm))
+    return found
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("moe") / "model", "qwen3_moe", tied=False)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("moe")
+    small = {"hidden_size": 64, "head_dim": 32, "layers": 2}
+    return {name: save_tiny(root / name, "qwen3_moe", tied=name == "tied", **small) for name in ("tied", "untied")}
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: str) -> list[tuple[float, float]]:
-    (trajectory,) = run_ranks(1, _train_on_rank, folder, {})
-    assert trajectory[-1][0] < trajectory[0][0], "the run that everything is compared with must learn"
-    return trajectory
+def one_rank(folders: dict[str, str]) -> dict[str, Trajectory]:
+    trajectories = run_ranks(1, _train_on_rank, folders, {}, EVERY[:2])[0]
+    for trajectory in trajectories:
+        assert trajectory[-1][0] < trajectory[0][0], "the run that everything is compared with must learn"
+    return {name: trajectory for (name, _), trajectory in zip(EVERY, trajectories, strict=False)}
 
 
-@pytest.mark.parametrize("layout", TRAINING_LAYOUTS)
-def test_n2_experts_train_like_one_rank(folder: str, one_rank: list[tuple[float, float]], layout: str) -> None:
+@pytest.mark.parametrize("layout", [*TRAINING_LAYOUTS, *MORE_TRAINING_LAYOUTS])
+def test_n2_experts_train_like_one_rank(folders: dict[str, str], one_rank: dict[str, Trajectory], layout: str) -> None:
     """N2: loss within 2e-5 and grad norm within 1e-4 relative over 8 optimizer steps, on every rank."""
-    world, axes = TRAINING_LAYOUTS[layout]
+    world, axes = (TRAINING_LAYOUTS | MORE_TRAINING_LAYOUTS)[layout]
+    variants = EVERY if layout in TRAINING_LAYOUTS else EVERY[:1]
     last_stage = range(world - world // axes.get("pp", 1), world)
-    for rank, trajectory in enumerate(run_ranks(world, _train_on_rank, folder, axes)):
-        for (loss, norm), (wanted_loss, wanted_norm) in zip(trajectory, one_rank, strict=True):
-            if rank in last_stage:
-                assert loss == pytest.approx(wanted_loss, rel=2e-5, abs=2e-5)
-            assert norm == pytest.approx(wanted_norm, rel=1e-4)
+    for rank, trajectories in enumerate(run_ranks(world, _train_on_rank, folders, axes, variants, timeout=180)):
+        for (name, _), trajectory in zip(variants, trajectories, strict=True):
+            for (loss, norm), (wanted_loss, wanted_norm) in zip(trajectory, one_rank[name], strict=True):
+                if rank in last_stage:
+                    assert loss == pytest.approx(wanted_loss, rel=2e-5, abs=2e-5)
+                assert norm == pytest.approx(wanted_norm, rel=1e-4)

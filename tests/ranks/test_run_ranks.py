@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,15 @@ def _abort_on_rank_one(rank: int, world: int) -> None:
         print("why it aborts", file=sys.stderr, flush=True)
         os.abort()
     time.sleep(30)
+
+
+def _lose_a_gloo_thread_at_first(rank: int, world: int, marker: str) -> int:
+    if rank == 1 and not os.path.exists(marker):
+        with open(marker, "w"):
+            print("terminate called after throwing gloo::EnforceNotMet", file=sys.stderr, flush=True)
+        os.abort()
+    dist.barrier()
+    return rank
 
 
 def _hang_on_rank_one(rank: int, world: int) -> int:
@@ -105,6 +115,11 @@ def test_a_crash_shows_what_the_rank_wrote_and_where_it_stood():
         run_ranks(2, _abort_on_rank_one)
     assert "why it aborts" in str(caught.value)
     assert "in _abort_on_rank_one" in str(caught.value)
+
+
+def test_a_thread_of_gloo_that_dies_costs_one_more_attempt(tmp_path: Path):
+    with pytest.warns(UserWarning, match="runs once more: rank 1 of 2: died with exit code -6"):
+        assert run_ranks(2, _lose_a_gloo_thread_at_first, str(tmp_path / "marker")) == [0, 1]
 
 
 def test_the_deadline_names_the_ranks_and_where_they_stood():

@@ -40,28 +40,31 @@ FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_tiny(folder: Path, family: str = "qwen2", *, tied: bool = True, vocab: int = 128, layers: int = 4) -> str:
+def save_tiny(
+    folder: Path, family: str = "qwen2", *, tied: bool = True, vocab: int = 128, layers: int = 4, **fields: Any
+) -> str:
     """Write a small model of the family with clearly non-trivial weights (biases and norms too); returns its
-    folder.
+    folder. fields: entries of its config that differ from those here.
     """
     import transformers
 
     name, own = FAMILY_FIELDS[family]
     config_of, model_of = getattr(transformers, name + "Config"), getattr(transformers, name + "ForCausalLM")
     torch.manual_seed(1)
-    config = config_of(
-        vocab_size=vocab,
-        hidden_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        rope_theta=10000.0,
-        eos_token_id=1,
-        bos_token_id=None,
-        **({"intermediate_size": 224} | own),
-    )
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": 128,
+        "intermediate_size": 224,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "rope_theta": 10000.0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    config = config_of(**(common | own | fields))
     model = model_of(config).float()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -14,7 +14,6 @@ from megatron_rl.data import batching
 from megatron_rl.data.batching import (
     collect_column,
     from_rollouts,
-    karmarkar_karp,
     longest_first,
     plan_batches,
     select_micro_batches,
@@ -59,21 +58,20 @@ def test_a_sequence_longer_than_the_budget_is_refused() -> None:
         plan_batches([3, 70], [0, 0], dp=1, max_tokens=64)
 
 
-def test_karmarkar_karp_balances_eight_ranks() -> None:
-    generator = random.Random(0)
-    for _ in range(20):
-        costs = [sequence_cost(min(8192, int(generator.lognormvariate(6, 1)))) for _ in range(256)]
-        parts = karmarkar_karp(costs, 8)
-        loads = [sum(costs[i] for i in part) for part in parts]
-        assert max(loads) / (sum(loads) / 8) < 1.02
-
-
-def test_ranks_are_balanced_within_two_percent_on_random_batches() -> None:
-    """Long-tailed lengths, 8 ranks; benchmarks/packing.py does the same on 1,000 batches."""
+def test_a_thousand_random_batches_are_balanced_within_two_percent_over_eight_ranks() -> None:
+    """Long-tailed lengths. Where one sequence alone costs more than that, its rank has nothing else to do and no plan
+    can be better: max / mean is then the cost of that sequence over the mean.
+    """
     generator = random.Random(1)
-    for _ in range(10):
-        lens = [min(8192, int(generator.lognormvariate(6, 1)) + 1) for _ in range(512)]
-        assert _imbalance(lens, 8) < 1.02
+    alone = 0
+    for _ in range(1000):
+        lens = [min(8192, int(generator.lognormvariate(6, 1)) + 1) for _ in range(128)]
+        costs = [sequence_cost(length) for length in lens]
+        longest = max(costs) * 8 / sum(costs)
+        alone += longest > 1.02
+        # One micro-batch a rank: how a rank cuts its share up does not change the share.
+        assert _imbalance(lens, 8, max_tokens=1 << 20) <= max(1.02, longest + 1e-9)
+    assert 0 < alone < 100, "both cases are there, and the second is rare"
 
 
 def test_a_plan_over_a_thousand_ranks_is_quick_and_balanced() -> None:
@@ -85,8 +83,8 @@ def test_a_plan_over_a_thousand_ranks_is_quick_and_balanced() -> None:
     assert time.process_time() - start < 10
 
 
-def _imbalance(lens: list[int], ranks: int) -> float:
-    plan = plan_batches(lens, [0] * len(lens), dp=ranks, max_tokens=16384)
+def _imbalance(lens: list[int], ranks: int, max_tokens: int = 16384) -> float:
+    plan = plan_batches(lens, [0] * len(lens), dp=ranks, max_tokens=max_tokens)
     loads = [sum(sequence_cost(lens[s]) for micro in rank for s in micro) for rank in plan.minis[0]]
     return max(loads) * ranks / sum(loads)
 

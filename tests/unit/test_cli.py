@@ -88,7 +88,7 @@ def test_faults_go_to_stderr_without_a_traceback_and_the_exit_code_is_2(
     code, out, err = run(capsys, "check", config, "trainer.lr=1", "rollout.n=1")
     assert (code, out) == (2, "")
     assert err.startswith("megatron-rl check: 2 faults in the configuration") and "Traceback" not in err
-    assert "did you mean actor.optim.lr?" in err and "rollout.n: 1" in err
+    assert "did you mean actor.optim.lr" in err and "rollout.n: 1" in err
 
 
 def test_faults_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_each_mapped_key_of_verl_is_printed(tmp_path: Path, capsys: pytest.Captu
     code, out, _ = run(capsys, "check", tutorial(tmp_path))
     assert code == 0
     assert "actor_rollout_ref.actor.kl_loss_type -> actor.kl_loss_type = k3" in out
-    assert "trainer.critic_warmup = 0  (no critic)" in out and "dual clip" in out
+    assert "trainer.critic_warmup -> trainer.critic_warmup = 0" in out
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,8 @@ def test_a_refusal_of_the_run_is_a_message_and_a_bug_is_a_traceback(
 
 
 def test_verbs_that_come_later_say_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("plan", "report"):
-        code, _, err = run(capsys, verb, config)
-        assert code == 2 and "comes in a later version" in err
+    code, _, err = run(capsys, "report", config)
+    assert code == 2 and "comes in a later version" in err
 
 
 def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,15 +109,19 @@ def test_changed_settings_without_effect_are_named(tmp_path: Path) -> None:
     cfg = load(
         tmp_path,
         "actor.kl_loss_coef=0.01",
-        "algorithm.kl_coef=0.01",
+        "algorithm.kl_ctrl.kl_coef=0.01",
         "actor.optim.min_lr_ratio=0.1",
         "actor.clip_ratio=0.3",
     )
     assert [one.key for one in idle_settings(cfg)] == [
         "actor.kl_loss_coef",
-        "algorithm.kl_coef",
+        "algorithm.kl_ctrl.kl_coef",
         "actor.optim.min_lr_ratio",
     ]
     assert idle_settings(load(tmp_path)) == []
+    overlap = ("actor.overlap_grad_reduce=true", "actor.overlap_bucket_size=1000000")
+    assert [one.key for one in idle_settings(load(tmp_path, *overlap))] == ["actor.overlap_grad_reduce"]
+    two = ("actor.cp=2", "cluster.n_gpus_per_node=2", "cluster.backend=ray")
+    assert idle_settings(load(tmp_path, *overlap, *two)) == []
     sft = load(tmp_path, "algorithm.name=sft", "actor.ppo_epochs=2", "actor.use_kl_loss=true")
     assert [one.key for one in idle_settings(sft)] == ["actor.ppo_epochs", "actor.use_kl_loss"]

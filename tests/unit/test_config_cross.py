@@ -11,6 +11,7 @@ from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES
 from megatron_rl.config.run import CHECKS, RunConfig, cross_faults
 from tests.unit.config_helpers import faults, load, only_fault
 
@@ -50,15 +51,36 @@ def test_layers_that_do_not_fit_the_stages_are_refused(tmp_path: Path) -> None:
     assert any("there is one stage" in one.reason for one in found)
 
 
-def test_engine_over_several_ranks_is_refused(tmp_path: Path) -> None:
-    fault = only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=2")
-    assert fault.key == "rollout.tp" and "engines over several ranks are not supported yet" in fault.reason
-    assert "does not divide the 3 ranks" in only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=3").reason
+def test_engines_span_ranks_that_they_divide_and_that_vllm_can_split_over(tmp_path: Path) -> None:
+    assert load(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=2").rollout.tp == 2
+    fault = only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=3")
+    assert fault.key == "rollout.tp" and "does not divide the 3 ranks" in fault.reason and "1 or 3" in fault.cure
+    fault = only_fault(tmp_path, "rollout.tp=2", "cluster.n_gpus_per_node=2", "rollout.name=hf")
+    assert "the engine hf runs on one rank" in fault.reason
+    fault = only_fault(tmp_path, "rollout.tp=5", "cluster.n_gpus_per_node=5")
+    assert "vLLM cannot split" in fault.reason
 
 
-def test_critic_is_refused(tmp_path: Path) -> None:
+def test_engine_keywords_that_would_change_the_layout_are_refused(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, "rollout.engine_kwargs.tensor_parallel_size=2")
+    assert fault.key == "rollout.engine_kwargs.tensor_parallel_size" and "rollout.tp" in fault.cure
+
+
+def test_ppo_gae_and_a_critic_come_together(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "critic.enable=true")
-    assert fault.key == "critic.enable" and "no algorithm here uses a critic yet" in fault.reason
+    assert fault.key == "critic.enable" and "algorithm.name grpo has no use for a critic" in fault.reason
+    fault = only_fault(tmp_path, "algorithm.adv_estimator=gae")
+    assert fault.key == "algorithm.adv_estimator" and "needs a critic" in fault.reason
+    fault = only_fault(tmp_path, "algorithm.name=ppo", "algorithm.adv_estimator=gae")
+    assert fault.key == "critic.enable" and "no critic is trained" in fault.reason
+    fault = only_fault(tmp_path, "algorithm.name=ppo", "critic.enable=true")
+    assert fault.key == "algorithm.adv_estimator" and "set algorithm.adv_estimator=gae" in fault.cure
+    ppo = ("algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae", "rollout.n=1")
+    assert load(tmp_path, *ppo).critic_training.ppo_epochs == 1
+    fault = only_fault(tmp_path, *ppo, "critic.tp=2")
+    assert fault.key == "critic.tp" and "actor.tp is 1" in fault.reason
+    found = faults(tmp_path, *ppo, "critic.share_backbone=true", "critic.ppo_epochs=2", "trainer.critic_warmup=3")
+    assert [fault.key for fault in found] == ["critic.ppo_epochs", "trainer.critic_warmup"]
 
 
 def test_mini_batch_that_does_not_divide_the_batch(tmp_path: Path) -> None:
@@ -111,6 +133,16 @@ def test_sft_ignores_the_settings_of_generation(tmp_path: Path) -> None:
     load(tmp_path, "algorithm.name=sft", "rollout.top_p=0.9", "rollout.max_model_len=1", "reward.function=none")
 
 
+def test_weights_gathered_late_need_parts_and_buckets(tmp_path: Path) -> None:
+    """R8: every missing setting is named."""
+    fault = only_fault(tmp_path, "actor.overlap_param_gather=true")
+    assert fault.key == "actor.overlap_param_gather" and "actor.overlap_grad_reduce is off" in fault.reason
+    both = ("actor.overlap_param_gather=true", "actor.overlap_grad_reduce=true")
+    fault = only_fault(tmp_path, *both, "actor.use_distributed_optimizer=false")
+    assert "actor.use_distributed_optimizer is off" in fault.reason and "nothing to gather" in fault.reason
+    assert load(tmp_path, *both, "cluster.n_gpus_per_node=2").actor.overlap_param_gather
+
+
 def test_sequence_parallel_needs_tensor_parallel_ranks(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "actor.sequence_parallel=true")
     assert fault.key == "actor.sequence_parallel" and "actor.tp is 1" in fault.reason
@@ -149,10 +181,10 @@ def test_a_reference_that_nothing_reads(tmp_path: Path) -> None:
 
 
 def test_unknown_estimator_and_loss_list_what_is_known(tmp_path: Path) -> None:
-    found = faults(tmp_path, "algorithm.adv_estimator=gae", "actor.loss_mode=ppoclip")
+    found = faults(tmp_path, "algorithm.adv_estimator=rlo", "actor.loss_mode=ppoclip")
     assert [(fault.key, fault.cure) for fault in found] == [
-        ("algorithm.adv_estimator", "known: grpo"),
-        ("actor.loss_mode", "did you mean ppo_clip? known: ppo_clip"),
+        ("algorithm.adv_estimator", f"did you mean rloo? known: {', '.join((*ADV_ESTIMATORS, 'gae'))}"),
+        ("actor.loss_mode", f"did you mean ppo_clip? known: {', '.join(LOSS_MODES)}"),
     ]
 
 
@@ -169,7 +201,7 @@ def test_missing_and_empty_data_files_are_named_with_their_place_in_the_list(tmp
     found = faults(tmp_path, f"data.train_files=[{good},absent.parquet,{tmp_path}]", "data.val_files=absent.jsonl")
     assert [(fault.key, fault.value, fault.reason.partition(" [")[0]) for fault in found] == [
         ("data.train_files[1]", "absent.parquet", "there is no such file"),
-        ("data.train_files[2]", str(tmp_path), "is a folder, not a file"),
+        ("data.train_files[2]", str(tmp_path), "this folder has no state.json of a saved data set"),
         ("data.val_files", "absent.jsonl", "there is no such file"),
     ]
     assert only_fault(tmp_path, "data.train_files=[]").reason.startswith("is empty")
@@ -177,7 +209,7 @@ def test_missing_and_empty_data_files_are_named_with_their_place_in_the_list(tmp
 
 def test_an_unknown_reward_lists_names_and_forms(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "reward.function=exactmatch")
-    assert fault.cure.startswith("did you mean exact_match? known: exact_match, math, numeric; or package.module:")
+    assert fault.cure.startswith("did you mean exact_match? known: code, exact_match, format, math, numeric,")
     assert only_fault(tmp_path, "reward.function=:f").reason.startswith("does not name a place")
 
 

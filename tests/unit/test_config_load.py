@@ -34,8 +34,8 @@ def test_lists_replace_and_mappings_merge(tmp_path: Path) -> None:
 )
 def test_numbers_with_exponents_are_numbers(tmp_path: Path, text: str, value: float) -> None:
     path = write(tmp_path / "a.yaml", f"actor: {{optim: {{lr: {text}}}}}\nreward: {{kwargs: {{x: {text}}}}}\n")
-    cfg = load(tmp_path, f"algorithm.kl_coef={text}", paths=(path,))
-    assert cfg.actor.optim.lr == cfg.algorithm.kl_coef == value
+    cfg = load(tmp_path, f"algorithm.kl_ctrl.kl_coef={text}", paths=(path,))
+    assert cfg.actor.optim.lr == cfg.algorithm.kl_ctrl.kl_coef == value
     # Where the schema does not say "number", the reader alone decides.
     assert cfg.reward.kwargs["x"] == value and not isinstance(cfg.reward.kwargs["x"], str)
 
@@ -211,7 +211,7 @@ def test_a_value_out_of_range_names_the_bound(tmp_path: Path, override: str, rea
 
 def test_a_choice_that_does_not_exist_lists_the_choices(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "algorithm.name=gpro")
-    assert fault.cure == "did you mean grpo? choices: grpo, sft"
+    assert fault.cure == "did you mean grpo? choices: grpo, ppo, sft"
     fault = only_fault(tmp_path, "trainer.logger=[console,wandbb]")
     assert fault.key == "trainer.logger[1]" and "did you mean wandb?" in fault.cure
 

@@ -96,7 +96,6 @@ ACCEPTED = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.ref.fsdp_config.param_offload",
     "actor_rollout_ref.ref.megatron.tensor_model_parallel_size",
-    "trainer.critic_warmup",
     "trainer.resume_mode",
 }
 
@@ -145,16 +144,15 @@ def check_tutorial(resolved: Resolved, folder: Path) -> None:
     assert (actor.ppo_micro_batch_size_per_gpu, actor.tp, actor.entropy_coeff) == (32, 2, 0.0)
     assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "k3")
     assert (cfg.rollout.name, cfg.rollout.n, cfg.rollout.gpu_memory_utilization) == ("vllm", 5, 0.6)
-    assert (cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.algorithm.kl_coef) == ("grpo", "grpo", 0.001)
+    assert (cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.algorithm.kl_ctrl.kl_coef) == ("grpo", "grpo", 0.001)
     assert (cfg.trainer.logger, cfg.trainer.total_epochs) == (["console", "wandb"], 15)
     # verl's save_freq -1 saves nothing; here that is 0.
     assert (cfg.trainer.save_freq, cfg.trainer.test_freq) == (0, 5)
     assert (cfg.world_size, cfg.dp_size) == (8, 4)
-    assert {one.verl_key for one in resolved.accepted} == ACCEPTED
+    assert {one.key for one in resolved.accepted} == ACCEPTED
     every = leaves(yaml.safe_load(GSM8K))
-    assert {one.verl_key for one in (*resolved.mapped, *resolved.accepted) if not getattr(one, "note", "")} == set(
-        every
-    )
+    mapped_keys = {one.verl_key for one in resolved.mapped if not one.note}
+    assert mapped_keys | {one.key for one in resolved.accepted} == set(every)
 
 
 def test_the_gsm8k_tutorial_maps_fully_from_yaml(tmp_path: Path) -> None:
@@ -221,12 +219,14 @@ def test_verls_defaults_hold_where_it_is_silent_and_are_shown(tmp_path: Path) ->
     }
 
 
-def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_and_refused(tmp_path: Path) -> None:
+def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_with_a_critic(tmp_path: Path) -> None:
     path = write(tmp_path / "ppo.yaml", Path(tutorial(tmp_path)).read_text().replace("  adv_estimator: grpo\n", ""))
+    cfg = resolve([path]).config
+    assert (cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.critic.enable) == ("ppo", "gae", True)
     with pytest.raises(ConfigError) as caught:
-        resolve([path])
+        resolve([path], ["critic.enable=false"])
     [fault] = caught.value.faults
-    assert (fault.key, fault.value) == ("algorithm.adv_estimator", "gae") and "verl's default" in fault.reason
+    assert fault.key == "critic.enable" and "no critic is trained" in fault.reason
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,15 @@ def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_and_refused(tmp_pa
         (f"{ACTOR}kl_loss_type=abs", "actor.kl_loss_type", "abs"),
         ("algorithm.kl_penalty=low_var_kl", "algorithm.kl_penalty", "k3"),
         (f"{ACTOR}policy_loss.loss_mode=vanilla", "actor.loss_mode", "ppo_clip"),
+        (f"{ACTOR}policy_loss.loss_mode=gspo", "actor.loss_mode", "gspo"),
+        (f"{ACTOR}kl_loss_type=low_var_kl+", "actor.kl_loss_type", "k3+"),
+        (f"{ACTOR}clip_ratio_c=10.0", "actor.clip_ratio_c", 10.0),
+        ("algorithm.adv_estimator=rloo_vectorized", "algorithm.adv_estimator", "rloo"),
+        ("algorithm.filter_groups.metric=acc", "algorithm.filter_groups.metric", "acc"),
+        ("algorithm.filter_groups.max_num_gen_batches=4", "algorithm.filter_groups.max_num_gen_batches", 4),
+        ("reward_model.overlong_buffer.len=64", "algorithm.overlong_buffer.len", 64),
+        ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is", "token"),
+        ("algorithm.rollout_correction.rollout_rs=seq_mean_k1", "algorithm.rollout_correction.rollout_rs", "geometric"),
         (f"{ACTOR}optim.lr_warmup_steps=-1", "actor.optim.lr_warmup_steps", 0),
         (f"{ACTOR}optim.lr_warmup_steps=5", "actor.optim.lr_warmup_steps", 5),
         (f"{ACTOR}optim.betas=[0.9,0.95]", "actor.optim.adam_beta2", 0.95),
@@ -261,6 +270,14 @@ def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_and_refused(tmp_pa
         ("trainer.test_freq=-1", "trainer.test_freq", 0),
         ("trainer.device=cpu", "cluster.device", "cpu"),
         ("critic.enable=null", "critic.enable", False),
+        ("critic.optim.lr=3e-6", "critic.optim.lr", 3e-6),
+        ("critic.model.path=/m", "critic.path", "/m"),
+        ("critic.cliprange_value=0.2", "critic.cliprange_value", 0.2),
+        ("critic.megatron.tensor_model_parallel_size=2", "critic.tp", 2),
+        ("critic.megatron.param_offload=True", "critic.param_offload", True),
+        ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.type", "adaptive"),
+        ("algorithm.kl_ctrl.horizon=100", "algorithm.kl_ctrl.horizon", 100),
+        ("trainer.critic_warmup=3", "trainer.critic_warmup", 3),
     ],
 )  # fmt: skip
 def test_a_key_of_verl_becomes_ours(tmp_path: Path, override: str, key: str, value: Any) -> None:
@@ -313,9 +330,8 @@ def test_a_reward_file_and_its_function(tmp_path: Path) -> None:
         f"{ROLLOUT}ignore_eos=False",
         "data.gen_batch_size=1024",
         "data.custom_cls=null",
-        "data.reward_fn_key=data_source",
-        "algorithm.kl_ctrl.type=fixed",
-        "algorithm.gamma=1.0",
+        "critic.strategy=megatron",
+        "critic.forward_max_token_len_per_gpu=32768",
         "reward_model.enable=False",
         "reward_model.reward_manager=naive",
         "trainer.balance_batch=True",
@@ -325,7 +341,7 @@ def test_a_reward_file_and_its_function(tmp_path: Path) -> None:
 def test_keys_that_change_nothing_here_are_accepted_and_listed(tmp_path: Path, override: str) -> None:
     plain, resolved = read(tmp_path), read(tmp_path, override)
     assert resolved.config == plain.config
-    accepted = {one.verl_key: one.why for one in resolved.accepted}
+    accepted = {one.key: one.why for one in resolved.accepted}
     assert accepted[override.partition("=")[0]]
 
 
@@ -336,7 +352,7 @@ def test_sequence_parallelism_over_one_rank_is_off_in_verl_too(tmp_path: Path) -
     )
     resolved = read(tmp_path, *layout, f"{ACTOR}megatron.sequence_parallel=True")
     assert not resolved.config.actor.sequence_parallel
-    assert f"{ACTOR}megatron.sequence_parallel" in {one.verl_key for one in resolved.accepted}
+    assert f"{ACTOR}megatron.sequence_parallel" in {one.key for one in resolved.accepted}
 
 
 def test_experts_are_split_as_verl_splits_them(tmp_path: Path) -> None:
@@ -358,12 +374,12 @@ def test_experts_are_split_as_verl_splits_them(tmp_path: Path) -> None:
     [
         (f"{ACTOR}strategy=fsdp", "Megatron-Core"),
         (f"{ACTOR}ppo_micro_batch_size=128", "ppo_micro_batch_size_per_gpu"),
-        (f"{ACTOR}clip_ratio_c=3.0", "dual clip is not offered"),
         (f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "lr_warmup_steps"),
         (f"{ACTOR}optim.min_lr=1e-7", "min_lr_ratio"),
         (f"{ACTOR}optim.betas=0.9", "[0.9,0.999]"),
-        (f"{ACTOR}kl_loss_type=k3+", "choices: kl, k1"),
-        (f"{ACTOR}policy_loss.loss_mode=gspo", "choices: vanilla"),
+        (f"{ACTOR}kl_loss_type=full", "choices: kl, k1"),
+        (f"{ACTOR}policy_loss.loss_mode=clip_cov", "choices: vanilla"),
+        ("algorithm.rollout_correction.rollout_rs=seq_max_k2", "choices: token"),
         (f"{ACTOR}ulysses_sequence_parallel_size=2", "set it to 1"),
         (f"{verl_keys.REF}megatron.tensor_model_parallel_size=4", "same value"),
         (f"{verl_keys.MODEL}lora_rank=32", "LoRA is not offered yet"),
@@ -372,16 +388,12 @@ def test_experts_are_split_as_verl_splits_them(tmp_path: Path) -> None:
         (f"{ROLLOUT}val_kwargs.temperature=1.0", "val_kwargs.temperature=0"),
         (f"{ROLLOUT}data_parallel_size=2", "remove it"),
         ("data.gen_batch_size=2048", "remove it"),
-        ("data.reward_fn_key=source", "remove it"),
-        ("algorithm.filter_groups.enable=True", "drop_flat_groups"),
-        ("algorithm.kl_ctrl.type=adaptive", "write fixed"),
-        ("algorithm.gamma=0.99", "remove it"),
-        ("critic.optim.lr=1e-5", "critic"),
+        ("critic.strategy=fsdp", "remove it"),
+        ("critic.megatron.virtual_pipeline_model_parallel_size=2", "same value"),
         ("reward_model.enable=True", "reward.function"),
-        ("reward_model.reward_manager=dapo", "naive"),
+        ("reward_model.reward_manager=prime", "naive, dapo or batch"),
         ("trainer.resume_mode=auto", "write disable"),
         ("trainer.val_only=True", "megatron-rl eval"),
-        ("trainer.critic_warmup=10", "set it to 0"),
         ("trainer.rollout_data_dir=x", "rollouts.jsonl"),
         ("actor_rollout_ref.actor.ppo_minibatch_size=4", f"did you mean {ACTOR}ppo_mini_batch_size"),
         ("actor_rollout_ref.whatever.zzz=4", "remove it"),
@@ -397,7 +409,8 @@ def test_what_has_no_counterpart_is_an_error_with_a_cure(tmp_path: Path, overrid
 
 
 def test_a_wrong_value_is_reported_with_the_name_that_the_user_wrote(tmp_path: Path) -> None:
-    fault = refused(tmp_path, f"{ROLLOUT}tensor_model_parallel_size=2")
+    assert read(tmp_path, f"{ROLLOUT}tensor_model_parallel_size=2").config.rollout.tp == 2
+    fault = refused(tmp_path, f"{ROLLOUT}tensor_model_parallel_size=3")
     assert fault.key == "rollout.tp"
     assert f"set by {ROLLOUT}tensor_model_parallel_size on the command line" in fault.reason
     assert f"set by {ACTOR}optim.lr" in refused(tmp_path, f"{ACTOR}optim.lr=fast").reason
@@ -440,3 +453,35 @@ def test_tables_point_at_keys_that_exist_and_do_not_contradict_each_other() -> N
     keys = [key for table in tables for key in table]
     assert len(keys) == len(set(keys)) and not set(keys) & set(verl_keys.NEUTRAL)
     assert len(known_keys()) == len(set(known_keys()))
+
+
+def test_dapos_keys_become_ours_together(tmp_path: Path) -> None:
+    """The field's DAPO scripts: batches of generation that are larger than those of training are as many more here."""
+    dapo = (
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.max_num_gen_batches=10",
+        "algorithm.filter_groups.metric=acc",
+        "data.gen_batch_size=1536",
+        "data.train_batch_size=512",
+        "reward_model.reward_manager=dapo",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=64",
+        "reward_model.overlong_buffer.penalty_factor=1.0",
+    )
+    algorithm = read(tmp_path, *dapo).config.algorithm
+    assert algorithm.filter_groups.enable and algorithm.filter_groups.max_num_gen_batches == 30
+    assert algorithm.overlong_buffer.enable and algorithm.overlong_buffer.len == 64
+    unbounded = refused(
+        tmp_path, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"
+    )
+    assert "bounded" in unbounded.reason
+
+
+def test_a_range_of_weights_is_icepop(tmp_path: Path) -> None:
+    section = "algorithm.rollout_correction."
+    icepop = (f"{section}rollout_is=token", f"{section}rollout_is_threshold=0.5_5.0")
+    found = read(tmp_path, *icepop).config.algorithm.rollout_correction
+    assert (found.rollout_is, found.rollout_is_threshold_lower, found.rollout_is_threshold) == ("icepop", 0.5, 5.0)
+    older = (f"{section}rollout_rs=geometric", f"{section}rollout_rs_threshold=1.01")
+    found = read(tmp_path, *older, f"{section}rollout_rs_threshold_lower=0.99").config.algorithm.rollout_correction
+    assert (found.rollout_rs, found.rejects_below, found.rollout_rs_threshold) == ("geometric", 0.99, 1.01)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,6 +75,62 @@ def test_a_file_that_cannot_be_used_is_an_error_with_its_name(tmp_path: Path, na
     assert str(path) in str(error.value) and reason in str(error.value) and WHAT in str(error.value)
 
 
+def save_dataset(folder: Path, *shards: list[dict[str, Any]], **state: Any) -> Path:
+    """A folder as datasets.Dataset.save_to_disk lays it out (of datasets 5.2): shards in Arrow's stream format."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
+    for name, rows in zip(names, shards, strict=True):
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_fingerprint": "1", "_split": None, **state}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_saved_dataset_is_read_over_all_its_shards_without_the_package(tmp_path: Path):
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "extra_info": {"i": i}} for i in range(7)]
+    folder = save_dataset(tmp_path / "sums", rows[:3], rows[3:])
+    found = read_rows([str(folder)], WHAT)
+    assert [row.values for row in found] == rows
+    assert (found[3].where, Path(found[3].file).stem) == (f"{folder} row 4", "sums")
+
+
+def test_an_arrow_file_is_read_in_both_formats(tmp_path: Path):
+    table = pa.table({"x": [1, 2]})
+    for name, new in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
+        path = tmp_path / f"{name}.arrow"
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table)
+        assert [row.values["x"] for row in read_rows([str(path)], WHAT)] == [1, 2]
+
+
+def test_folders_that_are_no_data_set_say_what_to_give(tmp_path: Path):
+    splits = tmp_path / "splits"
+    save_dataset(splits / "train", [{"x": 1}])
+    (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    lacking = save_dataset(tmp_path / "lacking", [{"x": 1}], [{"x": 2}])
+    (lacking / "data-00001-of-00002.arrow").unlink()
+    picked = save_dataset(tmp_path / "picked", [{"x": 1}], _indices_data_files=[{"filename": "indices.arrow"}])
+    broken = save_dataset(tmp_path / "broken", [{"x": 1}])
+    (broken / "state.json").write_text("{")
+    bad = save_dataset(tmp_path / "bad", [{"x": 1}])
+    (bad / "data-00000-of-00001.arrow").write_bytes(b"nothing")
+    with pytest.raises(DataError) as error:
+        read_rows([str(path) for path in (splits, lacking, picked, broken, bad)], WHAT)
+    lines = str(error.value).splitlines()
+    reasons = [
+        f"give one of {splits}/train, {splits}/test",
+        "1 of its 2 files are missing: data-00001-of-00002.arrow",
+        "flatten_indices",
+        "save the data set again",
+        "not readable as Arrow",
+    ]
+    assert lines[0].endswith("5 of 5 files cannot be read:")
+    assert all(reason in line for reason, line in zip(reasons, lines[1:], strict=True))
+
+
 def test_an_empty_parquet_is_an_error(tmp_path: Path):
     pq.write_table(pa.table({"prompt": pa.array([], type=pa.string())}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: the file holds no rows"):
@@ -86,7 +144,7 @@ def test_all_missing_files_are_named_at_once(tmp_path: Path):
         read_rows([str(tmp_path / name) for name in names], WHAT)
     assert "3 of 3 files" in str(error.value)
     assert all(name in str(error.value) for name in names)
-    assert "there is no such file" in str(error.value) and "this is a folder" in str(error.value)
+    assert "there is no such file" in str(error.value) and "this folder has no state.json" in str(error.value)
 
 
 def test_no_file_at_all_is_an_error():

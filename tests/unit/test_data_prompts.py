@@ -50,6 +50,7 @@ def test_verls_schema_is_read_from_parquet_and_jsonl(tmp_path: Path, renderer: R
             data_source="add2",
             ground_truth="9",
             extra_info={"split": "train", "index": 3},
+            messages=({"role": "user", "content": "4+5="},),
         ),
         Prompt(
             index=1,
@@ -58,6 +59,7 @@ def test_verls_schema_is_read_from_parquet_and_jsonl(tmp_path: Path, renderer: R
             data_source="add2",
             ground_truth="2",
             extra_info={"split": "train", "index": 3},
+            messages=({"role": "user", "content": "1+1="},),
         ),
     )
 
@@ -191,3 +193,46 @@ def test_a_filter_that_leaves_nothing_is_an_error(tmp_path: Path, renderer: Rend
 def test_a_prompt_of_exactly_the_limit_is_kept(tmp_path: Path, renderer: Renderer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "123+456="}])
     assert load(renderer, path).prompts[0].text == "123+456="
+
+
+def test_slimes_keys_are_named_by_the_config(tmp_path: Path, renderer: Renderer):
+    row = {"input": "4+5=", "target": "9", "metadata": {"source_name": "sums", "rm_type": "math", "label": {"x": 1}}}
+    path = write_jsonl(tmp_path / "a.jsonl", [row, {**row, "metadata": None}])
+    keys: dict[str, Any] = {"prompt_key": "input", "label_key": "target", "data_source_key": "metadata.source_name"}
+    named, other = load(renderer, path, **keys).prompts
+    assert (named.text, named.ground_truth, named.data_source) == ("4+5=", "9", "sums")
+    assert (named.extra_info, named.messages) == (row["metadata"], None)
+    assert (other.extra_info, other.data_source) == ({}, "a")
+    nested = load(renderer, path, **(keys | {"label_key": "input", "metadata_key": "metadata.label"})).prompts
+    assert (nested[0].extra_info, nested[0].ground_truth, nested[1].extra_info) == ({"x": 1}, "4+5=", {})
+
+
+def test_a_column_whose_name_has_a_dot_goes_before_a_mapping(tmp_path: Path, renderer: Renderer):
+    row = {"prompt": "4+5=", "a.b": "column", "a": {"b": "inner", "c": "only"}}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert load(renderer, path, label_key="a.b").prompts[0].ground_truth == "column"
+    assert load(renderer, path, label_key="a.c").prompts[0].ground_truth == "only"
+
+
+def test_a_row_without_the_named_label_is_an_error(tmp_path: Path, renderer: Renderer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "4+5=", "answer": "9"}])
+    with pytest.raises(DataError, match=r"row 1: there is no 'gold', which data\.label_key names"):
+        load(renderer, path, label_key="gold")
+
+
+def test_a_string_prompt_is_verbatim_or_a_user_message(tmp_path: Path):
+    renderer = Renderer(str(chat_folder(tmp_path / "model")))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "4+5=", "answer": "9"}])
+    keys = {"prompt_key": "question", "chat_template": "tokenizer", "max_prompt_length": 60}
+    (verbatim,) = load(renderer, path, **keys).prompts
+    (message,) = load(renderer, path, **keys, string_prompt="user").prompts
+    assert (verbatim.text, verbatim.messages) == ("4+5=", None)
+    assert message.text == "<|im_start|>user\n4+5=<|im_end|>\n<|im_start|>assistant\n"
+    assert message.messages == ({"role": "user", "content": "4+5="},)
+
+
+def test_usable_rows_are_counted_by_source(tmp_path: Path, renderer: Renderer):
+    """R6"""
+    rows = [verl_row(), verl_row("1234+5678="), verl_row("1+1=", "2", data_source="easy"), verl_row("1+2=")]
+    found = load(renderer, write_jsonl(tmp_path / "a.jsonl", rows), overlong_prompts="filter")
+    assert found.rows_by_source == {"add2": 2, "easy": 1}

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_rl.config.names import REWARD_NAMES
 from megatron_rl.errors import RewardError
 from megatron_rl.rewards import REWARDS
-from megatron_rl.rewards.base import RewardResult, RewardSample, to_result
+from megatron_rl.rewards.base import RewardResult, RewardSample, to_result, to_results
 from megatron_rl.rewards.load import load_reward
 from tests.unit.data_helpers import ROOT
 
@@ -35,8 +38,9 @@ def write(folder: Path, code: str, name: str = "mine.py") -> str:
 # The rewards of the registry
 
 
-def test_the_registry_holds_the_documented_names():
-    assert list(REWARDS) == ["exact_match", "math", "numeric"]
+def test_the_registry_and_the_config_know_the_same_names():
+    assert tuple(REWARDS) == REWARD_NAMES
+    assert list(REWARDS) == ["code", "exact_match", "format", "math", "numeric", "reasoning_gym", "regex"]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +111,58 @@ def test_rewards_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("solution", "pattern", "whole", "value"),
+    [
+        ("so 12 apples", r"\d+", False, 1),
+        ("none", r"\d+", False, 0),
+        (" 12\n", r"\d+", True, 1),
+        ("12 apples", r"\d+", True, 0),
+        ("a\nb", "a.b", True, 1),
+    ],
+)
+def test_regex_finds_or_matches(solution: str, pattern: str, whole: bool, value: float):
+    assert load_reward("regex", {"pattern": pattern, "whole": whole})(sample(solution)) == value
+
+
+def test_regex_needs_a_pattern_that_is_one():
+    with pytest.raises(RewardError, match="needs pattern"):
+        load_reward("regex")
+    with pytest.raises(ValueError, match="is no regular expression"):
+        load_reward("regex", {"pattern": "("})(sample("x"))
+
+
+@pytest.mark.parametrize(
+    ("solution", "kwargs", "value"),
+    [
+        ("<think>4+5</think>\n<answer>9</answer>\n", {}, 1),
+        ("<think>4+5</think> so <answer>9</answer>", {}, 0),
+        ("<answer>9</answer><think>4+5</think>", {}, 0),
+        ("<think>4+5</think><answer> </answer>", {}, 0),
+        ("<think>a</think><answer>9</answer><answer>8</answer>", {}, 0),
+        ("4+5</think><answer>9</answer>", {"opened": True}, 1),
+        ("4+5</think><answer>9</answer>", {}, 0),
+        ("<a>1</a>", {"tags": ["a"]}, 1),
+        ("9", {}, 0),
+    ],
+)
+def test_format_asks_for_each_tag_once_and_in_order(solution: str, kwargs: dict[str, Any], value: float):
+    assert load_reward("format", kwargs)(sample(solution)) == value
+
+
+def test_reasoning_gym_scores_by_the_task_itself():
+    entry = {"source_dataset": "basic_arithmetic", "expression": "5 - 3 - 6"}
+    reward = load_reward("reasoning_gym")
+    for info in (entry, {"metadata": entry}, {"metadata": json.dumps(entry)}):
+        made = RewardSample("rg", "", "so\n<answer>-4</answer>", "-4", info)
+        assert reward(made) == 1.0
+        assert reward(replace(made, solution_str="-4")) == 1.0
+        assert reward(replace(made, solution_str="<answer>7</answer>")) != 1.0
+    assert reward(RewardSample("reasoning_gym/basic_arithmetic", "", "-4", "-4")) == 1.0
+    with pytest.raises(ValueError, match="has no task 'add2'"):
+        reward(sample("9"))
+
+
 # Where a reward is found
 
 
@@ -173,7 +229,7 @@ def test_sample_form_takes_kwargs_and_callable_instances(tmp_path: Path):
     ("spec", "reason"),
     [
         ("exact_mach", "did you mean 'exact_match'"),
-        ("nothing_like_it", "use one of exact_match, math, numeric"),
+        ("nothing_like_it", "use one of code, exact_match, format, math, numeric"),
         (":fn", "write package.module:function"),
         (
             "no_such_module_here:fn",
@@ -182,7 +238,7 @@ def test_sample_form_takes_kwargs_and_callable_instances(tmp_path: Path):
         ("megatron_rl.rewards.text:exact_macht", "did you mean 'exact_match'"),
         ("no/such/file.py:fn", "there is no file"),
         ("megatron_rl.rewards.pool:LARGEST_CHUNK", "is not callable, but a int"),
-        ("megatron_rl.rewards.pool:RewardPool", "is a class"),
+        ("megatron_rl.rewards.base:RewardSample", "is a class without __call__"),
     ],
 )
 def test_a_reward_that_cannot_be_found_is_an_error(spec: str, reason: str):
@@ -233,7 +289,21 @@ def test_an_unknown_keyword_is_an_error():
 )
 def test_numbers_are_scores(returned: object, value: float):
     result = to_result(returned, "fn")
-    assert result == RewardResult(value) and type(result.value) is float
+    assert result is not None and result == RewardResult(value) and type(result.value) is float
+
+
+def test_none_says_that_the_reward_does_not_apply():
+    assert to_result(None, "fn") is None
+
+
+def test_a_batch_reward_gives_a_score_for_each_sample():
+    expected = [RewardResult(1.0), RewardResult(0.5)]
+    for returned in ([1, 0.5], (1.0, 0.5), np.array([1, 0.5]), [np.float32(1), {"score": 0.5}]):
+        assert to_results(returned, 2, "fn") == expected
+    assert to_results([None, {"score": 1, "acc": 2}], 2, "fn") == [None, RewardResult(1.0, {"acc": 2.0})]
+    for wrong, reason in ((1.0, "return a list"), ([1.0], "returned 1 scores for a batch of 2"), ([1.0, "x"], "'x'")):
+        with pytest.raises(RewardError, match=reason):
+            to_results(wrong, 2, "mine.py:fn")
 
 
 def test_a_dict_gives_score_and_numeric_extras():
@@ -241,9 +311,7 @@ def test_a_dict_gives_score_and_numeric_extras():
     assert to_result(returned, "fn") == RewardResult(1.0, {"acc": 1.0, "length": 3.0})
 
 
-@pytest.mark.parametrize(
-    "returned", ["1.0", None, math.nan, math.inf, [1.0], {"acc": 1.0}, {"score": "1"}, {"score": None}]
-)
+@pytest.mark.parametrize("returned", ["1.0", math.nan, math.inf, [1.0], {"acc": 1.0}, {"score": "1"}, {"score": None}])
 def test_what_is_no_number_is_an_error_with_reward_and_value(returned: object):
     with pytest.raises(RewardError) as error:
         to_result(returned, "mine.py:fn")

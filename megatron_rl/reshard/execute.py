@@ -1,0 +1,332 @@
+"""One rank's part of a plan, carried out on live tensors: local copies, and buckets from rank to rank.
+
+Nothing is decided here: what goes where is the plan's (plan.py), what travels together is the schedule's (rounds.py).
+Ranks are the plan's process numbers, which are places in the group of the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.parallel.links import Links, Message, Pending
+from megatron_rl.reshard.plan import BlockIndex, Move, Place, Plan, RankBytes
+from megatron_rl.reshard.rounds import Bucket, Round, rounds_of_rank, row_size
+from megatron_rl.weights.spec import LocalParam
+
+Tensors = Mapping[str, torch.Tensor]
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""(to, from): views of one shape"""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one run did on this rank, in bytes. received, sent: between ranks, as they travelled. staging: the most
+    bucket memory at a time. messages: sent.
+    """
+
+    local: int = 0
+    aliased: int = 0
+    received: int = 0
+    sent: int = 0
+    messages: int = 0
+    staging: int = 0
+
+
+Marks = tuple[tuple[object, ...], ...]
+"""Which tensors these are: names, addresses, shapes, strides and dtypes, not values."""
+
+
+def marks_of(*sides: Tensors) -> Marks:
+    """Equal for as long as every tensor is where and what it was."""
+    return tuple(
+        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for side in sides
+        for name, tensor in side.items()
+    )
+
+
+@dataclass
+class _Bound:
+    """Views into the live tensors, good for as long as these have their marks."""
+
+    marks: Marks
+    padding: list[torch.Tensor]
+    copies: list[Copy]
+    aliased: int
+
+
+class Transfer:
+    """Carries out a plan, again and again. `faults` first, on every rank; `run` where no rank has any."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        links: Links,
+        trainer: Sequence[LocalParam],
+        engine: Sequence[LocalParam],
+        *,
+        trainer_dtype: torch.dtype,
+        engine_dtype: torch.dtype,
+        cap_bytes: int,
+    ) -> None:
+        """trainer, engine: this rank's parameters on each side, empty where it has no such side; all of a side have
+        its dtype. cap_bytes: of staging memory. Raises ReshardError where the cap does not hold a row of some tensor.
+        """
+        self.plan, self.links = plan, links
+        self._trainer, self._engine = tuple(trainer), tuple(engine)
+        self._trainer_dtype, self._engine_dtype = trainer_dtype, engine_dtype
+        self._cap_bytes = cap_bytes
+        self._from_trainer, self._from_engine = BlockIndex(self._trainer), BlockIndex(self._engine)
+        self._local = plan.of_rank(links.rank).local
+        self.rounds = rounds_of_rank(
+            [move for move in plan.moves if move.source != move.target],
+            links.rank,
+            element_size=lambda wave: self._wire_dtype(wave).itemsize,
+            cap_bytes=cap_bytes,
+        )
+        self._bound: _Bound | None = None
+        self._faultless: tuple[Marks, frozenset[str]] | None = None
+
+    @property
+    def key(self) -> str:
+        """What all ranks must have alike beside the plan."""
+        return f"{self._trainer_dtype} {self._engine_dtype} {self._cap_bytes}"
+
+    def planned(self) -> RankBytes:
+        """Byte counts of this rank by the plan."""
+        return self.plan.bytes_of(self.links.rank, self._wire_dtype(0).itemsize)
+
+    def _wire_dtype(self, wave: int) -> torch.dtype:
+        """Values are cast before they travel where that makes them smaller; engines forward what they hold."""
+        smaller = self._trainer_dtype.itemsize < self._engine_dtype.itemsize
+        return self._trainer_dtype if wave == 0 and smaller else self._engine_dtype
+
+    def faults(self, sources: Tensors, targets: Tensors, shared: Collection[str] = ()) -> list[str]:
+        """Everything that keeps this rank from carrying out the plan: missing, surplus, misshaped or mistyped tensors,
+        and memory shared where it must not be, or no longer where it must. Reads no values.
+
+        shared: engine parameters that were made views of the trainer's.
+        """
+        seen = marks_of(sources, targets), frozenset(shared)
+        if seen == self._faultless:
+            return []
+        found = _differences("trainer", self._trainer, self._trainer_dtype, sources)
+        found += _differences("engine", self._engine, self._engine_dtype, targets)
+        found = found or self._parted(sources, targets, shared) + self._overlaps(sources, targets)
+        if not found:
+            self._faultless = seen
+        return found
+
+    def _parted(self, sources: Tensors, targets: Tensors, shared: Collection[str]) -> list[str]:
+        """Parameters that are not the trainer's memory any more, though the engine was built on it."""
+        copied = {to.untyped_storage().data_ptr() for to, _ in self._bind(sources, targets).copies}
+        return [
+            f"the engine's {name} was a view of the trainer's weights, and the trainer's were allocated anew since: "
+            "what the engine captured reads the old memory"
+            for name in shared
+            if targets[name].untyped_storage().data_ptr() in copied
+        ]
+
+    def _overlaps(self, sources: Tensors, targets: Tensors) -> list[str]:
+        """Engine parameters in the trainer's memory that the plan would write to."""
+        trained = {tensor.untyped_storage().data_ptr() for tensor in sources.values()}
+        bound = self._bind(sources, targets)
+        written = {copy.untyped_storage().data_ptr() for copy, _ in bound.copies}
+        received = {
+            place.param
+            for rnd in self.rounds
+            for bucket in rnd.receives
+            for piece in bucket.pieces
+            for place in self._from_engine.places(piece.move)
+        }
+        written |= {targets[name].untyped_storage().data_ptr() for name in received}
+        shared = trained & written
+        return [
+            f"the engine's {name} lies in the trainer's memory, and not where its values are: a sync would overwrite "
+            "the trainer's weights"
+            for name, tensor in targets.items()
+            if tensor.untyped_storage().data_ptr() in shared
+        ]
+
+    @torch.no_grad()
+    def run(self, sources: Tensors, targets: Tensors, phase: str) -> Moved:
+        """Every byte of the engine's parameters on this rank, from trainers' and other engines' ranks.
+
+        Rows of an engine parameter past its blocks (a padded vocabulary) become 0. Raises ReshardError at a deadline.
+        """
+        bound = self._bind(sources, targets)
+        for rows in bound.padding:
+            rows.zero_()
+        if bound.copies:
+            targets_of, sources_of = map(list, zip(*bound.copies, strict=True))
+            torch._foreach_copy_(targets_of, sources_of)  # pyright: ignore[reportPrivateImportUsage]
+        staging = self._travel(sources, targets, phase)
+        if any(tensor.is_cuda for tensor in targets.values()):
+            # The engine may read on another stream.
+            torch.cuda.current_stream().synchronize()
+        return Moved(
+            local=sum(to.numel() * to.element_size() for to, _ in bound.copies),
+            aliased=bound.aliased,
+            received=sum(bucket.num_bytes for rnd in self.rounds for bucket in rnd.receives),
+            sent=sum(bucket.num_bytes for rnd in self.rounds for bucket in rnd.sends),
+            messages=sum(len(rnd.sends) for rnd in self.rounds),
+            staging=staging,
+        )
+
+    # Within this rank.
+
+    @torch.no_grad()
+    def _bind(self, sources: Tensors, targets: Tensors) -> _Bound:
+        marks = marks_of(sources, targets)
+        if self._bound is None or self._bound.marks != marks:
+            pairs = [copy for move in self._local for copy in self._local_copies(move, sources, targets)]
+            copies = [(to, source) for to, source in pairs if not _same_memory(to, source)]
+            written = {to.untyped_storage().data_ptr() for to, _ in copies}
+            padding = [
+                _flat_rows(targets[param.name])[sum(block.num_rows for block in param.blocks) :]
+                for param in self._engine
+            ]
+            # Padding of a parameter that is the trainer's own is the trainer's to keep.
+            trained = {tensor.untyped_storage().data_ptr() for tensor in sources.values()} - written
+            self._bound = _Bound(
+                marks,
+                [rows for rows in padding if len(rows) and rows.untyped_storage().data_ptr() not in trained],
+                copies,
+                sum(to.numel() * to.element_size() for to, source in pairs if _same_memory(to, source)),
+            )
+        return self._bound
+
+    def _local_copies(self, move: Move, sources: Tensors, targets: Tensors) -> Iterator[Copy]:
+        reads = _each_once(self._from_trainer.places(move))
+        for write in self._from_engine.places(move):
+            to = _view(targets, write)
+            for read in reads:
+                rows = _common(write.at_rows, read.at_rows)
+                cols = (
+                    _common(write.at_cols, read.at_cols)
+                    if write.at_cols is not None and read.at_cols is not None
+                    else None
+                )
+                if rows is not None and (cols is not None or write.at_cols is None):
+                    source = _view(sources, read)
+                    yield _part(to, write, rows, cols), _part(source, read, rows, cols)
+
+    # Between ranks.
+
+    def _travel(self, sources: Tensors, targets: Tensors, phase: str) -> int:
+        """All rounds, two in flight; the bytes of staging memory."""
+        sizes = [max((rnd.num_bytes for rnd in self.rounds[parity::2]), default=0) for parity in (0, 1)]
+        arenas = [torch.empty(size, dtype=torch.uint8, device=self.links.device) for size in sizes]
+        before: tuple[Round, list[Message], Pending] | None = None
+        for number, rnd in enumerate(self.rounds):
+            if before is not None and before[0].wave != rnd.wave:
+                # What engines forward has to be in their parameters first.
+                self._unpack(*before, targets)
+                before = None
+            arena, at = arenas[number % 2], 0
+            sends: list[Message] = []
+            receives: list[Message] = []
+            for buckets, messages in ((rnd.sends, sends), (rnd.receives, receives)):
+                for bucket in buckets:
+                    messages.append((bucket.peer, arena[at : at + bucket.num_bytes]))
+                    at += bucket.num_bytes
+            index, tensors = (self._from_trainer, sources) if rnd.wave == 0 else (self._from_engine, targets)
+            for bucket, (_, data) in zip(rnd.sends, sends, strict=True):
+                for slot, there in _slots(bucket, data, self._wire_dtype(rnd.wave), index, tensors, _each_once):
+                    slot.copy_(there)
+            place = f"{phase}, wave {rnd.wave}, round {number} of {len(self.rounds)}"
+            pending = self.links.post(sends, receives, place)
+            if before is not None:
+                self._unpack(*before, targets)
+            before = rnd, receives, pending
+        if before is not None:
+            self._unpack(*before, targets)
+        return sum(sizes)
+
+    def _unpack(self, rnd: Round, receives: list[Message], pending: Pending, targets: Tensors) -> None:
+        pending.wait()
+        for bucket, (_, data) in zip(rnd.receives, receives, strict=True):
+            for slot, there in _slots(bucket, data, self._wire_dtype(rnd.wave), self._from_engine, targets, list):
+                there.copy_(slot)
+
+
+def _slots(
+    bucket: Bucket,
+    data: torch.Tensor,
+    dtype: torch.dtype,
+    index: BlockIndex,
+    tensors: Tensors,
+    of_places: Callable[[list[Place]], list[Place]],
+) -> Iterator[Copy]:
+    """(part of the bucket, the same part of a parameter) for everything in a bucket."""
+    at = 0
+    for piece in bucket.pieces:
+        rows, width = piece.rows[1] - piece.rows[0], row_size(piece.move)
+        slot = data[at : at + piece.num_bytes].view(dtype)
+        slot = slot if piece.move.cols is None else slot.view(rows, width)
+        at += piece.num_bytes
+        for place in of_places(index.places(piece.move._replace(rows=piece.rows))):
+            part = slot[place.at_rows] if place.at_cols is None else slot[place.at_rows, place.at_cols]
+            yield part, _view(tensors, place)
+
+
+def _differences(side: str, params: Sequence[LocalParam], dtype: torch.dtype, held: Tensors) -> list[str]:
+    expected = {param.name: param.shape for param in params}
+    found = [f"the {side} has no {name}, which the plan was made with" for name in expected if name not in held]
+    found += [f"the {side} has {name}, which the plan does not know" for name in held if name not in expected]
+    for name in expected.keys() & held.keys():
+        tensor = held[name]
+        if tuple(tensor.shape) != expected[name]:
+            found.append(f"the {side}'s {name} is {list(tensor.shape)}, the plan was made for {list(expected[name])}")
+        elif tensor.dtype != dtype:
+            found.append(f"the {side}'s {name} is {tensor.dtype}, the plan was made for {dtype}")
+        elif not tensor.is_contiguous():
+            found.append(f"the {side}'s {name} is not contiguous")
+    return sorted(found)
+
+
+def _flat_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter as plans see it: [rows] or [rows, columns]."""
+    tensor = tensor.detach()
+    return tensor if tensor.dim() <= 2 else tensor.view(-1, tensor.shape[-1])
+
+
+def _view(tensors: Tensors, place: Place) -> torch.Tensor:
+    rows = _flat_rows(tensors[place.param])[place.rows]
+    return rows if place.cols is None else rows[:, place.cols]
+
+
+def _common(one: slice, other: slice) -> slice | None:
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return slice(start, stop) if start < stop else None
+
+
+def _part(view: torch.Tensor, place: Place, rows: slice, cols: slice | None) -> torch.Tensor:
+    """The rows and columns of a rectangle, from the view of a place that holds them."""
+    part = view[rows.start - place.at_rows.start : rows.stop - place.at_rows.start]
+    if cols is None or place.at_cols is None:
+        return part
+    return part[:, cols.start - place.at_cols.start : cols.stop - place.at_cols.start]
+
+
+def _each_once(places: list[Place]) -> list[Place]:
+    """Places without those that hold the same part again (a tied copy)."""
+    parts: dict[tuple[object, ...], Place] = {}
+    for place in places:
+        cols = place.at_cols
+        key = (place.at_rows.start, place.at_rows.stop, cols and cols.start, cols and cols.stop)
+        parts.setdefault(key, place)
+    return list(parts.values())
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Both views are the same values in the same place."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

@@ -1,0 +1,106 @@
+"""A run's rewards as one object: compositions over reward processes and over models that score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.reward_checks import WORKER_NAMES, RewardPlan, plan_rewards
+from megatron_rl.config.reward_terms import Reward
+from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.rewards.compose import Results, score_by_source
+from megatron_rl.rewards.pool import RewardPool, Rule
+
+ModelFn = Callable[[Sequence[RewardSample]], Results]
+"""Scores samples by a model: a result each."""
+
+
+class RewardScorer:
+    """Scores samples as section `reward` says. Close it, or use it in a `with`.
+
+    Its own are the reward processes; models come from outside, as functions, and stay the caller's.
+    """
+
+    def __init__(
+        self, cfg: RewardConfig, models: Mapping[str, ModelFn] | None = None, plan: RewardPlan | None = None
+    ) -> None:
+        """models: what answers for `model` and `judge`. plan: compositions made in Python, in place of those that
+        cfg.function and cfg.by_source say.
+
+        Raises ConfigError where the section cannot be read, RewardError where a model has nothing to answer for it.
+        """
+        if plan is None:
+            plan, faults = plan_rewards(cfg)
+            if plan is None:
+                raise ConfigError(faults)
+        self.cfg, self.plan, self._models = cfg, plan, dict(models or {})
+        rewards = plan.rewards()
+        missing = [reward.spec for reward in rewards if reward.spec in WORKER_NAMES and reward.spec not in self._models]
+        if missing:
+            raise RewardError(f"reward.function names {', '.join(missing)}, which nothing gives -- pass it in `models`")
+        self._rules = [reward for reward in rewards if reward.spec not in self._models]
+        limit = cfg.memory_limit_gb
+        self._pool = (
+            RewardPool(
+                [Rule(reward.spec, reward.kwargs) for reward in self._rules],
+                num_workers=cfg.num_workers,
+                timeout_s=cfg.timeout_s,
+                failed_score=cfg.failed_score,
+                memory_limit=None if limit is None else int(limit * 2**30),
+            )
+            if self._rules
+            else None
+        )
+
+    def __enter__(self) -> RewardScorer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One result a sample, in order; `failed` says why where there is no score."""
+        plan = self.plan
+        return score_by_source(plan.default, plan.by_source, samples, self._score, self.cfg.failed_score)
+
+    def preflight(self, samples: Sequence[RewardSample]) -> None:
+        """Score one sample of each data source before the run starts.
+
+        Raises RewardError where a reward cannot be loaded, or fails on one of them.
+        """
+        firsts: dict[str, RewardSample] = {}
+        for sample in samples:
+            firsts.setdefault(sample.data_source, sample)
+        for sample, result in zip(firsts.values(), self.score(list(firsts.values())), strict=True):
+            if result.failed is not None:
+                source = f"reward.by_source.{sample.data_source}"
+                key = source if sample.data_source in self.plan.by_source else "reward.function"
+                spec = self.cfg.by_source.get(sample.data_source, self.cfg.function)
+                raise RewardError(
+                    f"{key}: {spec!r} fails on a first sample (data source {sample.data_source!r}, response "
+                    f"{sample.solution_str[:80]!r}, ground truth {sample.ground_truth!r}): {result.failed}"
+                )
+
+    def require_few_failures(self, results: Sequence[RewardResult]) -> None:
+        """RewardError where more than reward.max_failed_share of the results have failed."""
+        failed = [result for result in results if result.failed is not None]
+        if len(failed) > self.cfg.max_failed_share * len(results):
+            raise RewardError(
+                f"reward.function {self.cfg.function!r} failed on {len(failed)} of {len(results)} samples, "
+                f"more than reward.max_failed_share {self.cfg.max_failed_share}; the first: {failed[0].failed}"
+            )
+
+    def close(self) -> None:
+        """End the reward processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _score(self, reward: Reward, samples: Sequence[RewardSample]) -> Results:
+        if reward.spec in self._models:
+            return self._models[reward.spec](samples)
+        assert self._pool is not None
+        return self._pool.score(samples, self._rules.index(reward))

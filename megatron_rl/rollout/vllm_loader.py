@@ -1,0 +1,172 @@
+"""Loads nothing: a vLLM model whose parameters are views of the trainer's, or noise that an update replaces.
+
+Registered with vLLM as a load format of its own. Sharing happens before CUDA graphs are captured, so that graphs hold
+the shared addresses; a step of the trainer's optimizer, which writes in place, is then seen by the engine at once.
+
+Some back ends rearrange experts for their kernels after loading (vLLM's CPU build, some CUDA kernels). Such a layer's
+parameters are not what a plan of plain weights describes; they are told by their values after loading, and written
+through plain tensors beside them, from which `repack` makes the kernels' form again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+from megatron_rl.errors import ReshardError
+
+LOAD_FORMAT = "megatron_rl"
+_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A parameter as it was before vLLM's work after loading: shape, dtype and some of its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    values: torch.Tensor
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Mark:
+        flat = tensor.detach().reshape(-1)
+        values = flat[:: max(1, flat.numel() // _SAMPLES)].clone()
+        return _Mark(tensor.shape, tensor.dtype, tensor.device, values)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return tensor.shape == self.shape and torch.equal(_Mark.of(tensor).values, self.values)
+
+
+@dataclass
+class LoadedModel:
+    """What the loader leaves for the engine."""
+
+    model: nn.Module | None = None
+    packed: dict[str, dict[str, _Mark]] = field(default_factory=dict)
+    """Modules that the back end rearranged -> their parameters as they were before."""
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Plain tensors of rearranged parameters, by full name; see make_plain."""
+
+    def make_plain(self) -> None:
+        """Plain tensors for the rearranged parameters, where there are none: their values are undefined."""
+        for module, marks in self.packed.items():
+            for name, mark in marks.items():
+                key = f"{module}.{name}"
+                if key not in self.plain:
+                    self.plain[key] = torch.empty(mark.shape, dtype=mark.dtype, device=mark.device)
+
+    def plain_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the rearranged parameters, as they were."""
+        return {
+            f"{place}.{name}": tuple(mark.shape) for place, marks in self.packed.items() for name, mark in marks.items()
+        }
+
+    def untouched(self) -> dict[str, torch.Tensor]:
+        """The parameters that are as the loader left them."""
+        assert self.model is not None
+        rearranged = self.plain_shapes()
+        return {name: param.data for name, param in self.model.named_parameters() if name not in rearranged}
+
+    @torch.no_grad()
+    def repack(self, vllm_config: Any) -> None:
+        """Make the kernels' form of every rearranged parameter from its plain tensor, in the memory it has."""
+        assert self.model is not None
+        modules = dict(self.model.named_modules())
+        with set_current_vllm_config(vllm_config):
+            for place, marks in self.packed.items():
+                _repack(modules[place], {name: self.plain[f"{place}.{name}"] for name in marks})
+
+
+def _repack(module: nn.Module, plain: Mapping[str, torch.Tensor]) -> None:
+    held = {name: getattr(module, name) for name in plain}
+    for name, tensor in plain.items():
+        # A copy, because some back ends rearrange in place.
+        param = nn.Parameter(tensor.clone(), requires_grad=False)
+        for key, value in vars(held[name]).items():
+            setattr(param, key, value)
+        module.register_parameter(name, param)
+    # vLLM marks a module that it has worked on, and does nothing the second time.
+    vars(module).pop("_already_called_process_weights_after_loading", None)
+    method: Any = module.quant_method
+    method.process_weights_after_loading(module)
+    for name, param in held.items():
+        # CUDA graphs hold the address of the first parameter.
+        param.data.copy_(getattr(module, name))
+        module.register_parameter(name, param)
+
+
+_shared: Mapping[str, torch.Tensor] = {}
+_result = LoadedModel()
+
+
+@contextlib.contextmanager
+def loading(shared: Mapping[str, torch.Tensor]) -> Iterator[LoadedModel]:
+    """While an engine starts: its parameters named in `shared` become views of these tensors.
+
+    vLLM builds the loader from its own config, so that what it needs is handed over here.
+    """
+    global _shared, _result
+    _shared, _result = shared, LoadedModel()
+    try:
+        yield _result
+    finally:
+        _shared, _result = {}, LoadedModel()
+
+
+@register_model_loader(LOAD_FORMAT)
+class TrainerLoader(DummyModelLoader):
+    """Fills with noise; afterwards notes what was rearranged, and shares."""
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        self._marks = {
+            place: {name: _Mark.of(param) for name, param in module.named_parameters(recurse=False)}
+            for place, module in model.named_modules()
+        }
+
+    def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        model = super().load_model(*args, **kwargs)
+        _result.model = model
+        for place, module in model.named_modules():
+            marks = self._marks[place]
+            live = dict(module.named_parameters(recurse=False))
+            if any(name not in live or not mark.fits(live[name]) for name, mark in marks.items()):
+                _result.packed[place] = marks
+        share(model, _shared, frozenset(_result.packed))
+        return model
+
+
+def share(model: nn.Module, shared: Mapping[str, torch.Tensor], packed: frozenset[str]) -> None:
+    """Make parameters views of the given tensors; their own memory is freed.
+
+    Raises ReshardError, naming every parameter that the model lacks, whose tensor has another shape, dtype, device or
+    memory order, or whose layer's kernels need another form (packed).
+    """
+    params = dict(model.named_parameters())
+    faults: list[str] = []
+    for name, tensor in shared.items():
+        param = params.get(name)
+        if param is None:
+            faults.append(f"{name}: the engine has no such parameter")
+            continue
+        here = (tuple(param.shape), param.dtype, param.device)
+        there = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        if here != there:
+            faults.append(f"{name}: the engine's is {here}, the trainer's {there}")
+        elif not tensor.is_contiguous() or not param.is_contiguous():
+            faults.append(f"{name}: its memory is not contiguous")
+        elif name.rpartition(".")[0] in packed:
+            faults.append(f"{name}: the engine's kernels rearrange it")
+    if faults:
+        raise ReshardError("parameters that cannot be shared with the trainer: " + "; ".join(faults))
+    for name, tensor in shared.items():
+        params[name].data = tensor.detach()

@@ -1,0 +1,327 @@
+"""What every algorithm that samples and scores has in common: data, sampling, rewards, model passes, validation.
+
+No algorithm is here. A trainer (grpo.py, ppo.py) takes these nodes, adds its own advantages and update, and lists the
+flow.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from megatron_rl.algos.kl import KL_ESTIMATORS
+from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.cluster.worker_group import WorkerGroup
+from megatron_rl.config.actor import ActorConfig
+from megatron_rl.config.run import RunConfig
+from megatron_rl.data.batching import BatchPlan, MicroBatches, collect_column, from_rollouts, select_micro_batches
+from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.render import Renderer
+from megatron_rl.data.stream import open_stream, steps_per_epoch
+from megatron_rl.flow import Flow, Node
+from megatron_rl.rewards.base import RewardResult
+from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.trainers.kl_control import KlControl
+from megatron_rl.trainers.placement import plan_for, start_policy
+from megatron_rl.trainers.rewards import RunRewards
+from megatron_rl.trainers.shaping import length_penalties, response_lens
+from megatron_rl.trainers.validation import validation_metrics
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, SyncReport, TrainBatch
+from megatron_rl.workers.policy import UpdateResult
+
+Tensor = torch.Tensor
+
+
+class RlTrainer:
+    """The run's state: data, workers, reward processes, weight version; and the nodes that algorithms share."""
+
+    flow: Flow
+    sources: ClassVar[dict[str, Any]] = {"prompts": list[Prompt], "step": int}
+    """What a step is given."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        """Loads data and checks the reward before any worker starts, so that bad input costs seconds."""
+        self.cfg = cfg
+        self.renderer = Renderer.from_config(cfg.model, cfg.data)
+        self.train_set = load_prompts(cfg.data, cfg.data.train_files, self.renderer)
+        self.val_set = (
+            load_prompts(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
+        )
+        sources = [prompt.data_source for prompt in self.train_set.prompts]
+        self.stream = open_stream(cfg.data, sources, cfg.trainer.seed)
+        epoch = steps_per_epoch(len(self.train_set.prompts), cfg.data.train_batch_size)
+        self.steps_per_epoch = epoch
+        self.total_steps = cfg.trainer.total_training_steps or epoch * cfg.trainer.total_epochs
+        # One mini-batch and one epoch: the policy that is updated is the one that sampled, and its log-probabilities
+        # are those of the update itself.
+        self.num_updates = cfg.data.train_batch_size // cfg.mini_batch_size * cfg.actor.ppo_epochs
+        correction = cfg.algorithm.rollout_correction
+        self.needs_old_logprobs = (
+            (self.num_updates > 1 and not correction.bypass_mode)
+            or cfg.algorithm.use_kl_in_reward
+            or correction.measures_ratio
+        )
+        self.version = 0
+        self.kl_control = KlControl(cfg.algorithm.kl_ctrl)
+        self.rewards = RunRewards(cfg)
+        try:
+            self.rewards.preflight([*self.train_set.prompts, *(self.val_set.prompts if self.val_set else ())])
+            self.policy = self.start_workers()
+        except BaseException:
+            self.rewards.close()
+            raise
+        try:
+            self.rewards.start_models()
+        except BaseException:
+            self.close()
+            raise
+        self.policy.publish(self.version, expect_change=False)
+
+    def start_workers(self) -> WorkerGroup:
+        """The ranks with their models and engines."""
+        return start_policy(self.cfg, self.total_steps * self.num_updates, with_engine=True)
+
+    def next_prompts(self) -> list[Prompt]:
+        """The next data.train_batch_size prompts."""
+        return [self.train_set.prompts[i] for i in self.stream.next()]
+
+    def run_flow(self, step: int) -> tuple[dict[str, Any], float]:
+        """One step over the next prompts: the flow's values, and seconds of the slowest rank inside its methods."""
+        prompts = self.next_prompts()
+        busy = self.policy.busy_seconds
+        values = self.flow.run(prompts=prompts, step=step)
+        self.last_groups, self.last_results = values["groups"], values["results"]
+        return values, self.policy.busy_seconds - busy
+
+    # Nodes, in the order of a step.
+
+    def generate_node(self) -> Node:
+        return Node("generate", self.generate, self.sources, {"groups": list[RolloutGroup]}, "policy")
+
+    def generate(self, prompts: list[Prompt], step: int) -> list[RolloutGroup]:
+        """n samples of each prompt at the training temperature, from every engine at once."""
+        return self.sample(prompts, *self.training_sampling, f"train/{step}")
+
+    @property
+    def training_sampling(self) -> tuple[int, float, float, int]:
+        """n, temperature, top_p and top_k of training."""
+        rollout = self.cfg.rollout
+        return rollout.n, rollout.temperature, rollout.top_p, rollout.top_k
+
+    def assemble_node(self) -> Node:
+        gives = {"batch": TrainBatch, "group_ids": Tensor, "plan": BatchPlan}
+        return Node("assemble", self.assemble, {"groups": list[RolloutGroup]}, gives)
+
+    def assemble(self, groups: list[RolloutGroup]) -> dict[str, Any]:
+        """Pack the rollouts, and plan which sequence goes to which mini-batch, rank and micro-batch."""
+        batch, group_ids = from_rollouts(groups)
+        minis = (group_ids // self.cfg.mini_batch_size).tolist()
+        return {"batch": batch, "group_ids": group_ids, "plan": plan_for(self.cfg, batch.seq_lens, minis)}
+
+    def reward_node(self) -> Node:
+        return Node("reward", self.reward, {"groups": list[RolloutGroup]}, {"results": list[RewardResult]}, "reward")
+
+    def reward(self, groups: list[RolloutGroup]) -> list[RewardResult]:
+        """One result per sequence, group after group. Too many failures stop the run."""
+        return self.rewards.score(groups)
+
+    def old_logprobs_node(self) -> Node:
+        takes = {"batch": TrainBatch, "plan": BatchPlan}
+        return Node("old_logprobs", self.old_logprobs, takes, {"old_logprobs": Tensor}, "policy")
+
+    def old_logprobs(self, batch: TrainBatch, plan: BatchPlan) -> Tensor:
+        """The sampling policy's log-probabilities, by the trainer, in the micro-batches that the update will use."""
+        ranks = plan.passes()
+        found = self.policy.logprobs(select_micro_batches(bare(batch), ranks), self.cfg.rollout.temperature)
+        return collect_column(batch, ranks, [[columns["logprobs"] for columns in rank] for rank in found])
+
+    def ref_logprobs_node(self) -> Node:
+        takes = {"batch": TrainBatch, "plan": BatchPlan}
+        return Node("ref_logprobs", self.ref_logprobs, takes, {"ref_logprobs": Tensor}, "policy")
+
+    def ref_logprobs(self, batch: TrainBatch, plan: BatchPlan) -> Tensor:
+        """The reference model's, the same way."""
+        ranks = plan.passes()
+        found = self.policy.ref_logprobs(select_micro_batches(bare(batch), ranks), self.cfg.rollout.temperature)
+        return collect_column(batch, ranks, found)
+
+    def publish_node(self) -> Node:
+        return Node("publish", self.publish, {"updates": list[UpdateResult]}, {"sync": SyncReport}, "policy")
+
+    def publish(self, updates: list[UpdateResult]) -> SyncReport:
+        """The new weights into the engines, under the next version; all ranks added up."""
+        self.version += 1
+        changed = any(update.report.grad_norm > 0 and update.report.lr > 0 for update in updates)
+        return functools.reduce(operator.add, self.policy.publish(self.version, expect_change=changed))
+
+    # Pieces of advantages and update.
+
+    def token_rewards(
+        self,
+        batch: TrainBatch,
+        results: Sequence[RewardResult],
+        old_logprobs: Tensor | None,
+        ref_logprobs: Tensor | None,
+    ) -> Tensor:
+        """[T] float32: each score on the last token of its sequence, less the KL penalty on every trained token."""
+        algorithm = self.cfg.algorithm
+        scores = self.scores(results, response_lens(batch))
+        rewards = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        rewards[torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1] = scores.float()
+        if algorithm.use_kl_in_reward:
+            assert old_logprobs is not None and ref_logprobs is not None
+            kl = KL_ESTIMATORS[algorithm.kl_penalty](old_logprobs, ref_logprobs)
+            rewards -= self.kl_control.coef * kl * batch.loss_mask
+            self.kl_control.observe(kl, batch)
+        return rewards
+
+    def scores(self, results: Sequence[RewardResult], lens: Tensor) -> Tensor:
+        """[S] float64: the rewards' values, with the penalty for responses of lens [S] tokens where there is one."""
+        return torch.tensor([result.value for result in results], dtype=torch.float64) + length_penalties(
+            self.cfg, lens
+        )
+
+    def mini_batch_weights(
+        self, batch: TrainBatch, group_ids: Tensor, trained: Tensor, part: ActorConfig | None = None
+    ) -> Tensor:
+        """[T] float32 loss weights; each mini-batch has denominators of its own, over its tokens trained [T].
+
+        part: whose update it is, the actor's unless given (RunConfig.critic_training).
+        """
+        cfg, segments, part = self.cfg, batch.segment_ids(), part or self.cfg.actor
+        minis = (group_ids // (part.ppo_mini_batch_size or cfg.mini_batch_size))[segments]
+        weights = torch.zeros(batch.num_tokens)
+        for mini in range(int(minis.max()) + 1):
+            mask = trained & (minis == mini)
+            weights += loss_weights(
+                part.loss_agg_mode, mask, segments, batch.num_sequences, cfg.data.max_response_length
+            )
+        return weights
+
+    def run_updates(
+        self,
+        batch: TrainBatch,
+        plan: BatchPlan,
+        epochs: int,
+        update: Callable[[list[list[TrainBatch]]], Sequence[UpdateResult]],
+    ) -> tuple[list[UpdateResult], Tensor]:
+        """`epochs` passes over the mini-batches, an optimizer step each; one without sequences is passed over.
+
+        update: takes [dp][micro-batch] batches, returns a result of each data-parallel rank. Returns a result an
+        optimizer step, and the [T] column that the steps of the first pass started from (zeros where there is none).
+        """
+        updates: list[UpdateResult] = []
+        parts: list[list[Tensor]] = [[] for _ in range(self.cfg.dp_size)]
+        for epoch in range(epochs):
+            for ranks in plan.minis:
+                results = update(select_micro_batches(batch, ranks)) if _has_sequences(ranks) else []
+                updates.extend(results[:1])
+                found = [list(result.logprobs) for result in results] or [[torch.zeros(0)] * len(r) for r in ranks]
+                if epoch == 0:
+                    parts = [have + new for have, new in zip(parts, found, strict=True)]
+        return updates, collect_column(batch, plan.passes(), parts) if epochs else torch.zeros(batch.num_tokens)
+
+    # Sampling and validation.
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        purpose: str,
+        first: int = 0,
+    ) -> list[RolloutGroup]:
+        """Prompts dealt out to the engines in turn, and back in order. Seeds go by purpose and place; `first`: the
+        first prompt's place, where these are a part of more.
+        """
+        cfg, engines = self.cfg, self.policy.grid.num_engines
+        seeds = [
+            random.Random(f"{cfg.trainer.seed}/{purpose}/{i}").getrandbits(32) if cfg.rollout.seed_per_sample else None
+            for i in range(first, first + len(prompts))
+        ]
+        requests = [Request(prompt.token_ids, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        sampling = Sampling(
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=cfg.data.max_response_length,
+            stop_token_ids=self.renderer.eos_token_ids,
+            stop=tuple(cfg.rollout.stop),
+        )
+        answers = self.policy.generate([requests[e::engines] for e in range(engines)], sampling)
+        groups = []
+        for i, prompt in enumerate(prompts):
+            samples = answers[i % engines][i // engines]
+            rollouts = tuple(
+                Rollout(s.token_ids, s.logprobs, s.finish_reason, self.renderer.decode(s.token_ids)) for s in samples
+            )
+            groups.append(RolloutGroup(prompt, rollouts, self.version))
+        return groups
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Every validation row sampled val.n times and scored once each (contract R4)."""
+        if self.val_set is None:
+            return {}
+        val, prompts = self.cfg.rollout.val, self.val_set.prompts
+        size = self.cfg.data.val_batch_size or len(prompts)
+        groups: list[RolloutGroup] = []
+        for at in range(0, len(prompts), size):
+            part = prompts[at : at + size]
+            groups += self.sample(part, val.n, val.temperature, val.top_p, val.top_k, f"val/{step}", first=at)
+        return validation_metrics(groups, self.reward(groups), val.pass_score)
+
+    def finished(self) -> bool:
+        """A run that samples takes all its steps."""
+        return False
+
+    def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
+        """The first sample of evenly spread prompts of the last step."""
+        groups = self.last_groups
+        per_group = len(groups[0].rollouts)
+        picked = [i * len(groups) // count for i in range(min(count, len(groups)))]
+        return [
+            {
+                "prompt": groups[i].prompt.text,
+                "response": groups[i].rollouts[0].text,
+                "ground_truth": groups[i].prompt.ground_truth,
+                "reward": self.last_results[i * per_group].value,
+                "failed": self.last_results[i * per_group].failed,
+                "finish_reason": groups[i].rollouts[0].finish_reason,
+                "num_tokens": len(groups[i].rollouts[0].token_ids),
+                "weight_version": groups[i].weight_version,
+                "data_source": groups[i].prompt.data_source,
+            }
+            for i in picked
+        ]
+
+    def save(self, path: str) -> None:
+        """The actor in Hugging Face form."""
+        self.policy.save_hf(path)
+
+    def close(self) -> None:
+        """End workers and reward processes."""
+        try:
+            self.rewards.close()
+        finally:
+            self.policy.close()
+
+    def data_summary(self) -> dict[str, PromptSet]:
+        """What was read, for the run's first lines."""
+        return {"train": self.train_set} | ({"val": self.val_set} if self.val_set else {})
+
+
+def bare(batch: TrainBatch) -> TrainBatch:
+    """Tokens and mask alone: what a forward pass needs."""
+    return TrainBatch(batch.tokens, batch.seq_lens, batch.loss_mask)
+
+
+def _has_sequences(ranks: Sequence[MicroBatches]) -> bool:
+    return any(micro for rank in ranks for micro in rank)

@@ -1,0 +1,192 @@
+"""PPO with a critic (Schulman et al. 2017), read top to bottom: one step is the flow that `PpoTrainer._flow` lists.
+
+    prompts -> generate -> assemble -> (reward || old_logprobs || ref_logprobs || values) -> advantages
+            -> (update_critic || update) -> publish
+
+With critic.share_backbone one forward pass (both_heads) gives values and old_logprobs, and one update trains both.
+A critic replaced by a constant or by a function of one's own is one line: `trainer.flow.replace("values",
+constant(0.0))`. Nodes that any algorithm has are in base.py; what a node computes is in algos/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.algos.gae import gae, length_adaptive_lam, whiten
+from megatron_rl.cluster.worker_group import WorkerGroup
+from megatron_rl.config.run import RunConfig
+from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_batches
+from megatron_rl.flow import Flow, Node
+from megatron_rl.rewards.base import RewardResult
+from megatron_rl.trainers import report
+from megatron_rl.trainers.base import RlTrainer, bare
+from megatron_rl.trainers.placement import plan_for, start_policy
+from megatron_rl.trainers.shaping import leave_out, loss_old_logprobs
+from megatron_rl.types import RolloutGroup, TrainBatch
+from megatron_rl.workers.policy import UpdateResult
+
+Tensor = torch.Tensor
+
+
+class PpoTrainer(RlTrainer):
+    """One step is self.flow, over the state of RlTrainer; the critic lives on the policy's ranks."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.critic_part = cfg.critic_training
+        self.shared = cfg.critic.share_backbone
+        super().__init__(cfg)
+        # A step that does not update the actor has no other pass that measures its log-probabilities.
+        self.needs_old_logprobs |= self.shared or cfg.trainer.critic_warmup > 0
+        self.flow = self._flow()
+
+    def start_workers(self) -> WorkerGroup:
+        """The ranks with actor, critic, reference and engine, and how many optimizer steps each will make."""
+        cfg = self.cfg
+        minis = cfg.data.train_batch_size // (self.critic_part.ppo_mini_batch_size or cfg.mini_batch_size)
+        return start_policy(
+            cfg,
+            (self.total_steps - cfg.trainer.critic_warmup) * self.num_updates,
+            with_engine=True,
+            critic_optimizer_steps=self.total_steps * minis * self.critic_part.ppo_epochs,
+        )
+
+    def _flow(self) -> Flow:
+        batch = {"batch": TrainBatch, "group_ids": Tensor, "plan": BatchPlan, "critic_plan": BatchPlan}
+        model_pass = {"batch": TrainBatch, "plan": BatchPlan}
+        passes: list[Node] = []
+        seen: dict[str, Any] = {"values": Tensor}
+        if self.shared:
+            both = {"old_logprobs": Tensor, "head_values": Tensor}
+            passes.append(Node("both_heads", self.both_heads, model_pass, both, "policy"))
+            passes.append(Node("values", lambda head_values: head_values, {"head_values": Tensor}, {"values": Tensor}))
+        else:
+            takes = {"batch": TrainBatch, "critic_plan": BatchPlan}
+            passes += [self.old_logprobs_node()] if self.needs_old_logprobs else []
+            passes.append(Node("values", self.values, takes, {"values": Tensor}, "critic"))
+        if self.needs_old_logprobs:
+            seen["old_logprobs"] = Tensor
+        if self.cfg.needs_reference:
+            passes.append(self.ref_logprobs_node())
+            seen["ref_logprobs"] = Tensor
+        trained = {"train_batch": TrainBatch, "train_plan": BatchPlan, "kept": Tensor, "counts": dict[str, float]}
+        critic = {"critic_batch": TrainBatch, "seen_values": Tensor, "returns": Tensor}
+        updates = {"updates": list[UpdateResult], "train_logprobs": Tensor}
+        update_takes = {"train_batch": TrainBatch, "train_plan": BatchPlan, "step": int}
+        critic_takes = {"critic_batch": TrainBatch, "critic_plan": BatchPlan}
+        update_critic = Node(
+            "update_critic", self.update_critic, critic_takes, {"critic_updates": list[UpdateResult]}, "critic"
+        )
+        nodes = [
+            self.generate_node(),
+            Node("assemble", self.assemble, {"groups": list[RolloutGroup]}, batch),
+            self.reward_node(),
+            *passes,
+            Node(
+                "advantages",
+                self.advantages,
+                {"batch": TrainBatch, "group_ids": Tensor, "plan": BatchPlan}
+                | {"groups": list[RolloutGroup], "results": list[RewardResult]}
+                | seen,
+                trained | critic,
+            ),
+            *([] if self.shared else [update_critic]),
+            Node("update", self.update, update_takes, updates, "policy"),
+            self.publish_node(),
+        ]
+        return Flow(nodes, sources=self.sources)
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One step; returns its metrics (report.py reads them off the flow's values)."""
+        values, busy = self.run_flow(step)
+        metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
+        return metrics | values["counts"] | report.critic_metrics(values) | self.kl_control.metrics()
+
+    def assemble(self, groups: list[RolloutGroup]) -> dict[str, Any]:
+        """Pack the rollouts; plan the actor's mini-batches and the critic's."""
+        found = super().assemble(groups)
+        size = self.critic_part.ppo_mini_batch_size or self.cfg.mini_batch_size
+        minis = (found["group_ids"] // size).tolist()
+        return found | {"critic_plan": plan_for(self.cfg, found["batch"].seq_lens, minis, self.critic_part)}
+
+    def values(self, batch: TrainBatch, critic_plan: BatchPlan) -> Tensor:
+        """[T] the critic's value of the state that each sampled token was chosen in."""
+        ranks = critic_plan.passes()
+        return collect_column(batch, ranks, self.policy.values(select_micro_batches(bare(batch), ranks)))
+
+    def both_heads(self, batch: TrainBatch, plan: BatchPlan) -> dict[str, Tensor]:
+        """Log-probabilities and values [T] from one forward pass of the shared transformer."""
+        ranks = plan.passes()
+        found = self.policy.logprobs_and_values(select_micro_batches(bare(batch), ranks), self.cfg.rollout.temperature)
+        names = {"old_logprobs": "logprobs", "head_values": "values"}
+        return {
+            ours: collect_column(batch, ranks, [[columns[name] for columns in rank] for rank in found])
+            for ours, name in names.items()
+        }
+
+    def advantages(
+        self,
+        batch: TrainBatch,
+        group_ids: Tensor,
+        plan: BatchPlan,
+        groups: list[RolloutGroup],
+        results: list[RewardResult],
+        values: Tensor | float,
+        old_logprobs: Tensor | None = None,
+        ref_logprobs: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """GAE's advantages and returns of every token, whitened over the step; loss weights of actor and critic."""
+        algorithm, mask, segments = self.cfg.algorithm, batch.loss_mask, batch.segment_ids()
+        values = torch.as_tensor(values, dtype=torch.float32).expand(batch.num_tokens) * mask
+        rewards = self.token_rewards(batch, results, old_logprobs, ref_logprobs)
+        lam: float | Tensor = algorithm.lam
+        if algorithm.lam_length_alpha is not None:
+            lam = length_adaptive_lam(mask, segments, batch.num_sequences, algorithm.lam_length_alpha)
+        critic_lam = algorithm.lam if algorithm.lam_critic is None else algorithm.lam_critic
+        advantages, returns = gae(
+            rewards, values, mask, segments, gamma=algorithm.gamma, lam=lam, critic_lam=critic_lam
+        )
+        if algorithm.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        # The actor leaves out what it may not learn from; the critic's targets hold for every sampled token.
+        shaped = leave_out(self.cfg, batch, groups, torch.zeros(batch.num_sequences, dtype=torch.bool), old_logprobs)
+        targets = {"old_values": values, "returns": returns}
+        columns = {
+            "advantages": advantages,
+            "loss_weights": self.mini_batch_weights(batch, group_ids, shaped.mask),
+            **loss_old_logprobs(self.cfg, batch, old_logprobs, self.num_updates),
+            **shaped.columns,
+        }
+        if ref_logprobs is not None:
+            columns["ref_logprobs"] = ref_logprobs
+        critic_weights = self.mini_batch_weights(batch, group_ids, mask, self.critic_part)
+        return {
+            "train_batch": bare(batch).with_(**columns, **(targets if self.shared else {})),
+            "train_plan": plan.keep(shaped.kept),
+            "kept": shaped.kept,
+            "counts": shaped.counts,
+            "critic_batch": bare(batch).with_(**targets, loss_weights=critic_weights),
+            "seen_values": values,
+            "returns": returns,
+        }
+
+    def update_critic(self, critic_batch: TrainBatch, critic_plan: BatchPlan) -> list[UpdateResult]:
+        """ppo_epochs passes of the critic over its mini-batches, an optimizer step each."""
+        return self.run_updates(critic_batch, critic_plan, self.critic_part.ppo_epochs, self.policy.update_critic)[0]
+
+    def update(self, train_batch: TrainBatch, train_plan: BatchPlan, step: int) -> dict[str, Any]:
+        """ppo_epochs passes of the actor over its mini-batches; none while the critic warms up."""
+        cfg = self.cfg
+        epochs = 0 if step <= cfg.trainer.critic_warmup else cfg.actor.ppo_epochs
+        method = self.policy.update_both if self.shared else self.policy.update
+        updates, logprobs = self.run_updates(
+            train_batch, train_plan, epochs, lambda micros: method(micros, cfg.rollout.temperature)
+        )
+        return {"updates": updates, "train_logprobs": logprobs}
+
+    def save(self, path: str) -> None:
+        """The actor in Hugging Face form, and the critic beside it, in a folder `critic`."""
+        super().save(path)
+        self.policy.save_critic_hf(str(Path(path).with_name("critic")))

@@ -1,0 +1,97 @@
+"""DAPO's dynamic sampling (Yu et al. 2025): further prompts in place of groups whose samples all score the same.
+
+Bounded: a step samples at most max_num_gen_batches batches of prompts. Resumable: nothing is carried from one step to
+the next but the position in the data, which a checkpoint holds anyway; what a step does not use, it counts and drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.algos.filters import differing_groups
+from megatron_rl.errors import RewardError
+from megatron_rl.rewards.base import RewardResult
+from megatron_rl.types import Prompt, RolloutGroup
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The groups of one step, what each of their samples scored (group after group), and counts for the metrics."""
+
+    groups: list[RolloutGroup]
+    results: list[RewardResult]
+    counts: dict[str, float]
+
+
+def sample_differing(
+    first: list[Prompt],
+    more: Callable[[], list[Prompt]],
+    score: Callable[[list[Prompt], int], tuple[list[RolloutGroup], list[RewardResult]]],
+    differs: Callable[[Sequence[RolloutGroup], Sequence[RewardResult]], list[bool]],
+    *,
+    max_batches: int,
+) -> Sampled:
+    """As many groups as `first` has prompts, whose samples differ where max_batches batches have so many.
+
+    more: the next batch of prompts. score: samples and scores prompts, given the batch's number from 0. differs: of
+    each group, whether it is wanted. Where the last batch still leaves places, groups that do not differ fill them
+    (the trainer leaves them out of the update), so that a step always has the same shape.
+    """
+    wanted = len(first)
+    good: list[tuple[RolloutGroup, list[RewardResult]]] = []
+    flat: list[tuple[RolloutGroup, list[RewardResult]]] = []
+    batches, prompts = 0, first
+    while True:
+        groups, results = score(prompts, batches)
+        batches += 1
+        rest = iter(results)
+        pairs = [(group, [next(rest) for _ in group.rollouts]) for group in groups]
+        for pair, keeps in zip(pairs, differs(groups, results), strict=True):
+            (good if keeps else flat).append(pair)
+        if len(good) >= wanted or batches == max_batches:
+            break
+        prompts = more()
+    filled = max(0, wanted - len(good))
+    picked = good[:wanted] + flat[:filled]
+    counts = {
+        "sampling/batches": batches,
+        "sampling/prompts": len(good) + len(flat),
+        "sampling/flat": len(flat) - filled,
+        "sampling/surplus": max(0, len(good) - wanted),
+        "sampling/filled": filled,
+    }
+    return Sampled(
+        [group for group, _ in picked],
+        [result for _, of_group in picked for result in of_group],
+        {name: float(count) for name, count in counts.items()},
+    )
+
+
+def filter_values(metric: str, results: Sequence[RewardResult], penalties: torch.Tensor) -> torch.Tensor:
+    """[S] float64: what must differ within a group. penalties: [S] added to the scores for length.
+
+    metric: score or acc (the reward's value; acc its field of that name, if it has one), seq_reward (with penalty), or
+    a field of the reward's dict. Raises RewardError where a sample has no such field.
+    """
+    if metric == "seq_reward":
+        return torch.tensor([result.value for result in results], dtype=torch.float64) + penalties
+    values: list[float] = []
+    for result in results:
+        if metric in result.extra:
+            values.append(result.extra[metric])
+        elif metric in ("score", "acc") or result.failed is not None:
+            values.append(result.value)
+        else:
+            fields = ", ".join(["score", "seq_reward", *sorted(result.extra)])
+            raise RewardError(
+                f"algorithm.filter_groups.metric {metric!r}: the reward's result has no such field -- known: {fields}"
+            )
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def differing(metric: str, results: Sequence[RewardResult], penalties: torch.Tensor, group_size: int) -> list[bool]:
+    """Of each group, whether `metric` differs within it."""
+    return differing_groups(filter_values(metric, results, penalties), group_size)

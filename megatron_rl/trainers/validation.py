@@ -1,0 +1,132 @@
+"""Metrics of a validation: accuracy, and with several samples a prompt avg@k, pass@k and maj@k, by data source."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from megatron_rl.rewards.base import RewardResult
+from megatron_rl.types import RolloutGroup
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def validation_metrics(
+    groups: Sequence[RolloutGroup], results: Sequence[RewardResult], pass_score: float = 1.0
+) -> dict[str, float]:
+    """Metrics over all rows; those of accuracy by data source too where there are several.
+
+    results: one a sample, group after group. pass_score: a sample passes with at least this score.
+
+        val/accuracy   mean score of all samples
+        val/avg@n      the same, where each row has n > 1 samples
+        val/pass@k     chance that one of k samples passes, for k = 1, 2, 4 ... and n
+        val/maj@n      mean score of the answer that most of the n samples give
+
+    Each row counts once (contract R4): a row that stands twice in `groups` is an error of the caller's.
+    """
+    rows = [group.prompt.index for group in groups]
+    assert len(set(rows)) == len(rows), "a validation row was scored twice"
+    assert len(results) == sum(len(group.rollouts) for group in groups), "not every sample has a result"
+    by_source: dict[str, list[dict[str, float]]] = defaultdict(list)
+    rest = iter(results)
+    for group in groups:
+        scores = [next(rest).value for _ in group.rollouts]
+        answers = [extract_answer(rollout.text) for rollout in group.rollouts]
+        by_source[group.prompt.data_source].append(row_metrics(scores, answers, pass_score))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    metrics = _means([row for of_source in by_source.values() for row in of_source])
+    metrics |= {
+        "val/num_rows": float(len(groups)),
+        "val/num_samples": float(len(results)),
+        "val/failed": float(sum(result.failed is not None for result in results)),
+        "val/response_length": sum(len(rollout.token_ids) for rollout in rollouts) / len(rollouts),
+    }
+    if len(by_source) > 1:
+        for source, of_source in sorted(by_source.items()):
+            metrics |= {f"{name}/{source}": value for name, value in _means(of_source).items()}
+    return metrics
+
+
+def row_metrics(scores: Sequence[float], answers: Sequence[str], pass_score: float) -> dict[str, float]:
+    """One row's part of each mean, from its n samples' scores and answers."""
+    n = len(scores)
+    metrics = {"val/accuracy": math.fsum(scores) / n}
+    if n == 1:
+        return metrics
+    passed = sum(score >= pass_score for score in scores)
+    metrics[f"val/avg@{n}"] = metrics["val/accuracy"]
+    metrics |= {f"val/pass@{k}": pass_at_k(n, passed, k) for k in _powers_of_two(n)}
+    metrics[f"val/maj@{n}"] = majority_score(scores, answers)
+    return metrics
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Chance that k of n samples, drawn without replacement, hold one of the `passed`: 1 - C(n - c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), in whole numbers.
+    """
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def majority_score(scores: Sequence[float], answers: Sequence[str]) -> float:
+    """Mean score of the samples that give the most frequent answer.
+
+    Where several answers are equally frequent, the expectation over a fair draw between them. Samples of one
+    answer may score differently (a reward that looks at more than the answer): their mean counts.
+    """
+    by_answer: dict[str, list[float]] = defaultdict(list)
+    for score, answer in zip(scores, answers, strict=True):
+        by_answer[answer].append(score)
+    most = max(len(of_answer) for of_answer in by_answer.values())
+    winners = [math.fsum(of_answer) / most for of_answer in by_answer.values() if len(of_answer) == most]
+    return math.fsum(winners) / len(winners)
+
+
+def extract_answer(text: str) -> str:
+    r"""What a response answers, for voting: the first of these that it holds.
+
+    The last \boxed{...}; the last <answer>...</answer>; what follows the last ####; the last number, without
+    commas; else the whole text. White space around it does not count.
+    """
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed.strip()
+    tagged = _TAGGED.findall(text)
+    if tagged:
+        return tagged[-1].strip()
+    _, marked, tail = text.rpartition("####")
+    if marked and tail.strip():
+        return tail.strip().splitlines()[0].strip().replace(",", "")
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else text.strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Content of the last \boxed{...} whose braces close."""
+    head, found, tail = text.rpartition("\\boxed{")
+    if not found:
+        return None
+    depth = 1
+    for place, char in enumerate(tail):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth == 0:
+            return tail[:place]
+    return _last_boxed(head)
+
+
+def _powers_of_two(n: int) -> list[int]:
+    """1, 2, 4 ... below n, and n."""
+    return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
+
+
+def _means(rows: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the rows that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            values[name].append(value)
+    return {name: math.fsum(found) / len(found) for name, found in values.items()}

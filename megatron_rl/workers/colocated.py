@@ -1,0 +1,165 @@
+"""The engine of a rank that trains as well, and the way by which the actor's weights reach it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.run import RunConfig
+from megatron_rl.parallel.links import Links
+from megatron_rl.reshard.alias import Sharing, find_sharing, sharing_off
+from megatron_rl.reshard.execute import Transfer
+from megatron_rl.reshard.plan import Shard, make_plan
+from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
+from megatron_rl.reshard.shards import EngineLayout, engine_shards, whole_shards
+from megatron_rl.rollout.engine import EngineSettings, RolloutEngine, make_engine
+from megatron_rl.weights import FAMILIES
+from megatron_rl.weights.engine_spec import live_params
+
+if TYPE_CHECKING:
+    from megatron_rl.mcore.build import Policy
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lending:
+    """The actor's weights as a publisher borrows them. fetch: bring them to the device. lent_back: they may leave it.
+    export: whole tensors in Hugging Face names, of a dtype, over all ranks.
+    """
+
+    fetch: Callable[[], None]
+    lent_back: Callable[[], None]
+    export: Callable[[torch.dtype], Iterator[tuple[str, torch.Tensor]]]
+
+
+def engine_layout(cfg: RunConfig, order: Sequence[int]) -> EngineLayout:
+    """Engines of rollout.tp ranks on the processes of `order`, slot by slot."""
+    tp = cfg.rollout.tp
+    return EngineLayout(tp, tp if cfg.rollout.engine_kwargs.get("enable_expert_parallel") else 1, tuple(order))
+
+
+def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: EngineLayout, rank: int) -> EngineSettings:
+    """What the engine of `rank` is built from; alike on all its ranks."""
+    rollout = cfg.rollout
+    number = layout.ranks.index(rank) // layout.tp
+    return EngineSettings(
+        name=rollout.name,
+        model_path=cfg.model.path,
+        tokenizer_path=cfg.model.tokenizer_path or cfg.model.path,
+        vocab_size=shape.vocab_size,
+        max_model_len=rollout.max_model_len or cfg.max_sequence_length,
+        dtype=rollout.dtype or cfg.model.dtype,
+        device=device,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gb=rollout.kv_cache_gb,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        enforce_eager=rollout.enforce_eager,
+        free_cache_engine=rollout.free_cache_engine,
+        # Engines that share a stream of random numbers would give all replicas the same samples.
+        seed=cfg.trainer.seed * 1000003 + number,
+        needs_text=bool(rollout.stop),
+        engine_kwargs=dict(rollout.engine_kwargs),
+        ranks=layout.ranks[number * layout.tp : (number + 1) * layout.tp],
+    )
+
+
+def start_engine(
+    cfg: RunConfig, policy: Policy, layout: EngineLayout, *, device: str, rank: int, lending: Lending
+) -> tuple[RolloutEngine, WeightPublisher]:
+    """Build this rank's engine, on the actor's memory where it can be, and what fills the rest. All ranks call it.
+
+    Raises ReshardError where the engine's parameters are not those of the model's table, by name; RolloutError where
+    the engine cannot be built.
+    """
+    from megatron_rl.mcore import shards
+    from megatron_rl.mcore.build import DTYPES
+
+    settings = engine_settings(cfg, policy.shape, device, layout, rank)
+    if settings.name == "fake" or cfg.rollout.weight_sync == "full":
+        engine = make_engine(settings)
+        return engine, _full_publisher(engine, policy, DTYPES[settings.dtype], lending)
+    shape = policy.shape
+    family = FAMILIES[shape.architecture]
+    engines = (
+        engine_shards(shape, family, layout)
+        if settings.name == "vllm"
+        else whole_shards(shape, family, sorted(layout.ranks))
+    )
+    by_rank = {shard.rank: shard.params for shard in engines}
+    needed = {block.hf_name for param in by_rank[rank] for block in param.blocks}
+    trainers = [_without_other_heads(shard, needed) for shard in shards.trainer_shards(policy, len(layout.ranks))]
+    sharing = find_sharing(by_rank[rank], trainers[rank].params, _off(cfg, settings))
+    _report(sharing)
+
+    def held() -> Mapping[str, torch.Tensor]:
+        tensors = shards.live_parameters(policy)
+        return {param.name: tensors[param.name] for param in trainers[rank].params}
+
+    tensors = held() if sharing.shared else {}
+    engine = make_engine(settings, {name: tensors[source] for name, source in sharing.shared.items()})
+    transfer = Transfer(
+        make_plan(
+            trainers,
+            engines,
+            node_of=lambda process: process // cfg.cluster.n_gpus_per_node,
+            dtypes=(cfg.model.dtype, settings.dtype),
+        ),
+        Links(timeout_s=cfg.cluster.step_timeout_s),
+        trainers[rank].params,
+        live_params(by_rank[rank], engine.shapes()),
+        trainer_dtype=DTYPES[cfg.model.dtype],
+        engine_dtype=DTYPES[settings.dtype],
+        cap_bytes=cfg.rollout.sync_bucket_mb << 20,
+    )
+
+    def sources() -> Mapping[str, torch.Tensor]:
+        lending.fetch()
+        policy.complete_params()
+        return held()
+
+    return engine, ReshardPublisher(transfer, engine, sources, lent_back=lending.lent_back)
+
+
+def _full_publisher(engine: RolloutEngine, policy: Policy, dtype: torch.dtype, lending: Lending) -> FullPublisher:
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        lending.fetch()
+        yield from lending.export(dtype)
+
+    held = sum(param.numel() for model in policy.models for param in model.parameters())
+    return FullPublisher(engine, export, held_bytes=held * dtype.itemsize, lent_back=lending.lent_back)
+
+
+def _without_other_heads(shard: Shard, needed: set[str]) -> Shard:
+    """Trained parameters that engines take: a value head is none of them."""
+    return replace(
+        shard, params=tuple(param for param in shard.params if all(block.hf_name in needed for block in param.blocks))
+    )
+
+
+def _off(cfg: RunConfig, settings: EngineSettings) -> str | None:
+    return sharing_off(
+        wanted=cfg.rollout.share_weights,
+        engine=settings.name,
+        dtypes=(cfg.model.dtype, settings.dtype),
+        params_leave="params" in cfg.actor.offloaded,
+    )
+
+
+def _report(sharing: Sharing) -> None:
+    reasons: dict[str, int] = {}
+    for reason in sharing.copied.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    counted = "; ".join(f"{count}: {reason}" for reason, count in reasons.items())
+    _log.info(
+        "engine parameters: %d are the trainer's memory, %d are copied at each sync%s",
+        len(sharing.shared),
+        len(sharing.copied),
+        f" ({counted})" if counted else "",
+    )

@@ -1,0 +1,260 @@
+"""Real vLLM engines, of one rank and of two, on a Megatron actor's ranks: shared memory, plans, and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.config.layout import read_model_shape
+from megatron_rl.errors import ReshardError, RolloutError
+from megatron_rl.weights import FAMILIES
+from megatron_rl.weights.engine_spec import engine_params, live_params
+from megatron_rl.weights.spec import LocalParam, megatron_params
+from tests.e2e.test_vllm_rollout import _gaps, _settings
+from tests.ranks.run_ranks import run_ranks
+from tests.ranks.tiny import load_hf_model, random_batch, save_tiny
+from tests.ranks.training import build
+
+PROMPTS = ((5, 17, 9), (40,) * 20, tuple(range(2, 120)) * 2)
+NEW_TOKENS = 8
+LAYOUTS = {"dp2": (), "pp2": ("actor.pp=2",), "tp2": ("actor.tp=2", "actor.use_distributed_optimizer=true")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("tp") / "model", "qwen2", tied=True, layers=2)
+
+
+def _sampling(n: int, temperature: float) -> Any:
+    from megatron_rl.rollout.engine import Sampling
+
+    return Sampling(n=n, temperature=temperature, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=())
+
+
+def _tokens(engine: Any, n: int = 1, temperature: float = 0.0, seed: int | None = None) -> list[list[tuple[int, ...]]]:
+    from megatron_rl.rollout.engine import Request
+
+    requests = [Request(prompt, None if seed is None else seed + 10 * i) for i, prompt in enumerate(PROMPTS)]
+    answers = engine.generate(requests, _sampling(n, temperature))
+    return [[sample.token_ids for sample in samples] for samples in answers]
+
+
+def _config(folder: str, *overrides: str) -> Any:
+    from megatron_rl.config.load import load_config
+
+    data = Path(folder) / "train.jsonl"
+    for file in (data, Path(folder) / "tokenizer.json"):
+        file.touch()
+    return load_config(
+        [],
+        [
+            f"model.path={folder}",
+            "model.dtype=float32",
+            f"data.train_files={data}",
+            "data.max_prompt_length=400",
+            "data.max_response_length=100",
+            "actor.optim.lr=3e-3",
+            "actor.optim.lr_warmup_steps=0",
+            "cluster.n_gpus_per_node=2",
+            "rollout.tp=2",
+            "rollout.max_num_seqs=32",
+            *overrides,
+        ],
+    )
+
+
+def _layouts_on_rank(rank: int, world: int, folder: str) -> dict[str, dict[str, Any]]:
+    return {name: _layout_on_rank(rank, world, folder, overrides) for name, overrides in LAYOUTS.items()}
+
+
+def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """An actor and its part of an engine of two ranks, before and after one update."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.mcore import convert, shards, step
+    from megatron_rl.parallel.topology import topology_of
+    from megatron_rl.trainers.placement import engine_order
+    from megatron_rl.workers.colocated import Lending, engine_layout, start_engine
+
+    cfg = _config(folder, *overrides)
+    trainable = build(folder, cfg.actor, world)
+    policy = trainable.policy
+    order = engine_order(cfg, policy.shape, topology_of(cfg.actor, world))
+    lending = Lending(lambda: None, lambda: None, lambda dtype: convert.export_hf(policy, dtype))
+    layout = engine_layout(cfg, order)
+    engine, publisher = start_engine(cfg, policy, layout, device="cpu", rank=rank, lending=lending)
+    found: dict[str, Any] = {"order": order, "part": engine.part, "shared": sorted(engine.shared)}
+    addresses = {name: tensor.data_ptr() for name, tensor in shards.live_parameters(policy).items()}
+    for version in (0, 1):
+        found[f"sync {version}"] = publisher.publish(version, expect_change=version > 0)
+        found[f"export {version}"] = {name: tensor.clone() for name, tensor in convert.export_hf(policy)}
+        found[f"greedy {version}"] = _tokens(engine)
+        found[f"seeded {version}"] = _tokens(engine, n=2, temperature=1.0, seed=11)
+        # The trainer's own random numbers differ between its ranks.
+        torch.manual_seed(rank)
+        found[f"unseeded {version}"] = [_tokens(engine, n=2, temperature=1.0) for _ in range(2)]
+        last_stage = parallel_state.is_pipeline_last_stage()
+        gap = _gaps(engine, trainable, 1.0) if cfg.actor.pp == 1 else 0.0
+        found[f"gap {version}"] = gap if last_stage else 0.0
+        if version == 0:
+            step.train_step(trainable, [random_batch(7, (30, 41), 128)], nll_loss, 1.0)
+    found["stay"] = addresses == {name: one.data_ptr() for name, one in shards.live_parameters(policy).items()}
+    found["refused"] = ""
+    if engine.shared:
+        with pytest.raises(RolloutError, match="are the trainer's own memory"):
+            engine.update_weights([], 2)
+    engine.close()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> None:
+    """Greedy outputs equal transformers', before and after an update, and both ranks sample alike, with seeds and
+    without.
+
+    With TP 2 on both sides and one KV head a rank, all of the engine is the trainer's memory: a sync moves nothing.
+    """
+    ranks = run_ranks(2, _layouts_on_rank, folder, timeout=400.0)
+    model = load_hf_model(folder)
+    for name in LAYOUTS:
+        here, other = (rank[name] for rank in ranks)
+        assert [here["part"].tp_rank, other["part"].tp_rank] == [here["order"].index(rank) for rank in (0, 1)]
+        assert here["stay"] and other["stay"], "an update leaves the trainer's weights in place"
+        for version in (0, 1):
+            for what in ("greedy", "seeded", "unseeded"):
+                assert here[f"{what} {version}"] == other[f"{what} {version}"], (name, what, version)
+            first, second = here[f"unseeded {version}"]
+            assert first != second, "samples without seeds differ from call to call"
+            model.load_state_dict(here[f"export {version}"], strict=False)
+            assert here[f"greedy {version}"] == [[_greedy(model, prompt)] for prompt in PROMPTS], (name, version)
+            assert max(here[f"gap {version}"], other[f"gap {version}"]) < 1e-4
+            for report in (here[f"sync {version}"], other[f"sync {version}"]):
+                assert report.moved_bytes == report.minimum_bytes, "W4"
+        assert here["seeded 0"] != here["seeded 1"]
+    for rank in ranks:
+        assert {name.split(".")[-2] for name in rank["dp2"]["shared"]} == {
+            "input_layernorm",
+            "post_attention_layernorm",
+            "norm",
+        }
+        report = rank["tp2"]["sync 1"]
+        assert (report.local_bytes, report.moved_bytes) == (0, 0) and report.aliased_bytes > 0
+
+
+def _greedy(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def _slices(param: LocalParam, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a parameter holds of a checkpoint."""
+    found = torch.zeros(param.shape)
+    rows, top = found.view(-1, *found.shape[-1:]) if found.dim() > 1 else found, 0
+    for block in param.blocks:
+        part = tensors[block.hf_name][slice(*block.rows)]
+        rows[top : top + block.num_rows] = part if block.cols is None else part[:, slice(*block.cols)]
+        top += block.num_rows
+    return found
+
+
+def _families_on_rank(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
+    """Each family's engine filled in both ways."""
+    from megatron_rl.rollout.engine import make_engine
+
+    found: dict[str, Any] = {}
+    for family, folder in folders.items():
+        engine = make_engine(_settings(folder, ranks=tuple(range(world))))
+        shape = read_model_shape(folder)
+        table = list(engine_params(shape, FAMILIES[shape.architecture], tp=world, tp_rank=rank))
+        tensors = load_file(f"{folder}/model.safetensors")
+        live = live_params(table, engine.shapes())
+        with pytest.raises(ReshardError, match=r"the engine lacks model\.norm\.extra"):
+            live_params([*table, type(table[0])("model.norm.extra", (1,), ())], engine.shapes())
+        with pytest.raises(ReshardError, match=r"the engine's model\.norm\.weight is in no table"):
+            live_params([param for param in table if param.name != "model.norm.weight"], engine.shapes())
+        engine.update_weights(tensors.items(), 0)
+        whole = _tokens(engine)
+        engine.begin_update()
+        held = engine.parameters()
+        scaled = {name: one * 1.25 if one.dim() > 1 else one for name, one in tensors.items()}
+        for param in live:
+            held[param.name].copy_(_slices(param, scaled))
+        engine.end_update(1)
+        changed = _tokens(engine)
+        engine.update_weights(scaled.items(), 2)
+        found[family] = {"whole": whole, "parts": changed, "scaled": _tokens(engine), "dtypes": held}
+        found[family]["dtypes"] = {str(tensor.dtype) for tensor in held.values()}
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: int) -> None:
+    """Names, shapes and dtypes agree with the table; writing a table's parts equals giving whole tensors, in layers
+    with experts too, whose kernels want them packed. A surplus or a lack is an error that names it.
+    """
+    families = ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral") if tp == 1 else ("qwen3_moe",)
+    folders = {name: save_tiny(tmp_path / name, name, tied=False, layers=2) for name in families}
+    for rank in run_ranks(tp, _families_on_rank, folders, timeout=400.0):
+        for family, found in rank.items():
+            assert found["parts"] == found["scaled"] != found["whole"], family
+            assert found["dtypes"] == {"torch.float32"}
+
+
+def _apart_on_rank(rank: int, world: int, folder: str) -> list[Any]:
+    """Rank 1 has the weights, ranks 2 and 0 are an engine: greedy tokens after each of two syncs."""
+    from megatron_rl.parallel.links import Links
+    from megatron_rl.reshard.execute import Transfer
+    from megatron_rl.reshard.plan import Shard, make_plan
+    from megatron_rl.reshard.publisher import ReshardPublisher
+    from megatron_rl.rollout.engine import make_engine
+
+    shape = read_model_shape(folder)
+    family, ranks = FAMILIES[shape.architecture], (2, 0)
+    layers = range(shape.num_layers)
+    trained = list(megatron_params(shape, family, tp=1, tp_rank=0, layers=layers, pre_process=True, post_process=True))
+    engine, live = None, ()
+    if rank in ranks:
+        with pytest.raises(RolloutError, match="does not belong"):
+            make_engine(_settings(folder, ranks=(1,)))
+        engine = make_engine(_settings(folder, ranks=ranks))
+        assert engine.part is not None and engine.part.tp_rank == ranks.index(rank)
+        table = engine_params(shape, family, tp=2, tp_rank=engine.part.tp_rank)
+        live = live_params(table, engine.shapes())
+    needed = [Shard(r, tuple(engine_params(shape, family, tp=2, tp_rank=i))) for i, r in enumerate(ranks)]
+    sources = {param.name: _slices(param, load_file(f"{folder}/model.safetensors")) for param in trained}
+    transfer = Transfer(
+        make_plan([Shard(1, tuple(trained))], needed),
+        Links(timeout_s=200.0),
+        trained if rank == 1 else [],
+        live,
+        trainer_dtype=torch.float32,
+        engine_dtype=torch.float32,
+        cap_bytes=1 << 20,
+    )
+    publisher = ReshardPublisher(transfer, engine, (lambda: sources) if rank == 1 else None)
+    found: list[Any] = []
+    for version in (0, 1):
+        publisher.publish(version, expect_change=version > 0)
+        found += [_tokens(engine)] if engine is not None else []
+        for tensor in sources.values():
+            tensor.mul_(1.25)
+    if engine is not None:
+        engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_an_engine_on_other_ranks_than_the_trainer_takes_any_of_them_in_any_order(folder: str) -> None:
+    """Ranks 2 and 0 of three, in this order; rank 1, which trains, has no part in building it."""
+    last, none, first = run_ranks(3, _apart_on_rank, folder, timeout=400.0)
+    model = load_hf_model(folder)
+    assert none == [] and first == last and first[0] != first[1]
+    assert first[0] == [[_greedy(model, prompt)] for prompt in PROMPTS]

@@ -1,0 +1,71 @@
+"""KL estimators: value and gradient of each against the exact ones, by enumeration of a small vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.algos.kl import KL_ESTIMATORS, KL_LOSSES, kl_loss
+
+VOCAB = 7
+# Where the expected gradient of each is the KL's own, with samples of the policy, and with those of an older one
+# and the importance ratio.
+EXACT_ON_POLICY = {"k2", "k1+", "k2+", "k3+", "abs+"}
+EXACT_WITH_RATIO = {"k1", "k3", "k1+", "k2+", "k3+", "abs+"}
+
+
+def _setting() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Policy logits, its log-probabilities, the reference's, an older policy's."""
+    torch.manual_seed(0)
+    logits = torch.randn(VOCAB, dtype=torch.float64, requires_grad=True)
+    ref, old = (torch.log_softmax(torch.randn(VOCAB, dtype=torch.float64), 0) for _ in range(2))
+    return logits, torch.log_softmax(logits, 0), ref, old
+
+
+def _exact_gradient(logits: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    logp = torch.log_softmax(logits, 0)
+    return torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits)[0]
+
+
+@pytest.mark.parametrize("name", KL_LOSSES)
+def test_n4_on_policy_gradients_over_a_small_vocabulary(name: str) -> None:
+    """N4: the expected gradient of each estimator is what its docstring says; biased ones are biased here too."""
+    logits, logp, ref, _ = _setting()
+    (found,) = torch.autograd.grad((logp.detach().exp() * kl_loss(name, logp, ref)).sum(), logits)
+    assert torch.allclose(found, _exact_gradient(logits, ref)) == (name in EXACT_ON_POLICY)
+    if name == "k1":
+        assert found.abs().max() < 1e-12
+    if name == "k3":
+        (reverse,) = torch.autograd.grad(-(ref.exp() * torch.log_softmax(logits, 0)).sum(), logits)
+        assert torch.allclose(found, reverse)
+
+
+@pytest.mark.parametrize("name", KL_LOSSES)
+def test_n4_gradients_on_an_older_policys_samples(name: str) -> None:
+    """N4: the ratio makes k1, k3 and every + form exact on samples of another policy; without it none of them is."""
+    logits, logp, ref, old = _setting()
+    exact = _exact_gradient(logits, ref)
+    terms = kl_loss(name, logp, ref, torch.exp(logp - old))
+    (found,) = torch.autograd.grad((old.exp() * terms).sum(), logits, retain_graph=True)
+    assert torch.allclose(found, exact) == (name in EXACT_WITH_RATIO)
+    (without,) = torch.autograd.grad((old.exp() * kl_loss(name, logp, ref)).sum(), logits)
+    assert not torch.allclose(without, exact)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_a_plus_changes_the_gradient_alone(name: str) -> None:
+    _, logp, ref, old = _setting()
+    assert torch.allclose(kl_loss(f"{name}+", logp, ref), kl_loss(name, logp, ref))
+    ratio = torch.exp(logp - old)
+    assert torch.allclose(kl_loss(f"{name}+", logp, ref, ratio), kl_loss(name, logp, ref, ratio))
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_values_are_unbiased_for_k1_and_k3_alone(name: str) -> None:
+    _, logp, ref, old = _setting()
+    exact = float((logp.exp() * (logp - ref)).sum())
+    unbiased = name in ("k1", "k3")
+    on_policy = float((logp.exp() * kl_loss(name, logp, ref)).sum())
+    weighted = float((old.exp() * kl_loss(name, logp, ref, torch.exp(logp - old))).sum())
+    assert (on_policy == pytest.approx(exact)) == unbiased
+    assert (weighted == pytest.approx(exact)) == unbiased
