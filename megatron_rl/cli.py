@@ -183,7 +183,7 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
 def _eval(resolved: Resolved, options: argparse.Namespace) -> int:
     if not resolved.config.data.val_files:
         reason = "eval scores the model on these files, and there are none"
-        raise ConfigError([Fault("data.val_files", [], reason, "give at least one Parquet or JSONL file")])
+        raise ConfigError([Fault("data.val_files", [], reason, "give at least one Parquet, JSONL or Arrow file")])
     from megatron_rl import trainers
 
     _print_mapping(resolved)

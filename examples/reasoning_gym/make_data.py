@@ -15,6 +15,7 @@ same arguments and package version give the same files.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 from pathlib import Path
@@ -39,7 +40,7 @@ TWO_NUMBERS = {
 def entries(task: str, size: int, seed: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """`size` entries of a task: {"question": str, "answer": str or None, "metadata": mapping}."""
     try:
-        import reasoning_gym
+        reasoning_gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise SystemExit("this example needs reasoning-gym -- pip install reasoning-gym") from error
     dataset = reasoning_gym.create_dataset(task, size=size, seed=seed, **arguments)

@@ -41,10 +41,8 @@ def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple
     trained = trainer_shards(shape, family, topology, stages)
     bundles, _ = bundles_of(trained, kind_shards(shape, family, tp=tp, ep=ep))
     overlaps = overlaps_of(bundles, ranks, tp)
-    order = best_order(overlaps, ranks, num_kinds=tp, gpus_per_node=cfg.cluster.n_gpus_per_node)
-    if keeps_group_order():
-        return order
-    return tuple(rank for at in range(0, len(order), tp) for rank in sorted(order[at : at + tp]))
+    gpus = cfg.cluster.n_gpus_per_node
+    return best_order(overlaps, ranks, num_kinds=tp, gpus_per_node=gpus, ascending=not keeps_group_order())
 
 
 def rank_grid(topology: Topology, engine_tp: int, order: Sequence[int] | None = None) -> RankGrid:

@@ -48,7 +48,7 @@ def _run(data: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (data.parent / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ppo_runs_and_saves_actor_and_critic(data: Path, shared: bool) -> None:
     """Two steps; N8, R4. The actor's folder is a language model, the critic's a token classifier of transformers."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -102,8 +103,12 @@ with start_group(Sleeper, (), cluster, RankGrid.flat(1), "cpu") as group:
 
 def ray_processes() -> list[str]:
     """Command lines of what runs below this process and belongs to Ray."""
-    children = psutil.Process().children(recursive=True)
-    return [line for child in children if "ray" in (line := " ".join(child.cmdline())).lower()]
+    found: list[str] = []
+    for child in psutil.Process().children(recursive=True):
+        # One that ends meanwhile is none that stays.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join(child.cmdline()))
+    return [line for line in found if "ray" in line.lower()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -236,8 +241,11 @@ def test_an_error_in_a_constructor_is_itself_and_nothing_stays(group):
     with pytest.raises(DataError, match="no such word") as caught:
         start_group(Worker, ("fail on 1",), two_ranks(), GRID, "cpu")
     assert "on rank 1 in Worker.__init__" in caught.value.__notes__
-    left = {child.pid: child.name() for child in psutil.Process().children(recursive=True) if child.pid not in before}
-    assert not [name for name in left.values() if "RankHost" in name]
+    left: list[str] = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left += [child.name()] if child.pid not in before else []
+    assert not [name for name in left if "RankHost" in name]
 
 
 def test_more_cpus_than_the_machine_has_is_an_error_with_both_numbers():

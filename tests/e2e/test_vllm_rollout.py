@@ -153,7 +153,7 @@ def _experts_on_rank(rank: int, world: int, folder: str) -> list[float]:
     return gaps
 
 
-@pytest.mark.parametrize(("family", "ep"), [("qwen3_moe", 2), ("mixtral", 1)])
+@pytest.mark.parametrize(("family", "ep"), [("qwen3_moe", 2), pytest.param("mixtral", 1, marks=pytest.mark.slow)])
 def test_w7_engines_of_expert_parallel_ranks_hold_all_experts(tmp_path: Path, family: str, ep: int) -> None:
     """W7 with experts: each rank trains its part of them, and each engine samples from all of them.
 

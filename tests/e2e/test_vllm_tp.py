@@ -195,7 +195,8 @@ def _families_on_rank(rank: int, world: int, folders: dict[str, str]) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: int) -> None:
     """Names, shapes and dtypes agree with the table; writing a table's parts equals giving whole tensors, in layers
     with experts too, whose kernels want them packed. A surplus or a lack is an error that names it.

@@ -203,7 +203,8 @@ def test_slimes_keys_are_named_by_the_config(tmp_path: Path, renderer: Renderer)
     assert (named.text, named.ground_truth, named.data_source) == ("4+5=", "9", "sums")
     assert (named.extra_info, named.messages) == (row["metadata"], None)
     assert (other.extra_info, other.data_source) == ({}, "a")
-    nested = load(renderer, path, **(keys | {"label_key": "input", "metadata_key": "metadata.label"})).prompts
+    keys |= {"label_key": "input", "metadata_key": "metadata.label"}
+    nested = load(renderer, path, **keys).prompts
     assert (nested[0].extra_info, nested[0].ground_truth, nested[1].extra_info) == ({"x": 1}, "4+5=", {})
 
 

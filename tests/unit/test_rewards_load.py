@@ -151,6 +151,7 @@ def test_format_asks_for_each_tag_once_and_in_order(solution: str, kwargs: dict[
 
 
 def test_reasoning_gym_scores_by_the_task_itself():
+    pytest.importorskip("reasoning_gym")
     entry = {"source_dataset": "basic_arithmetic", "expression": "5 - 3 - 6"}
     reward = load_reward("reasoning_gym")
     for info in (entry, {"metadata": entry}, {"metadata": json.dumps(entry)}):
