@@ -176,6 +176,19 @@ def overlapped_gather(cfg: RunConfig) -> list[Fault]:
     ]
 
 
+def overlapped_chunks(cfg: RunConfig) -> list[Fault]:
+    """Chunks of an interleaved pipeline would each need its own turn to send gradients and to wait for weights."""
+    actor = cfg.actor
+    if actor.vpp == 1:
+        return []
+    reason = f"does not go with the interleaved schedule of actor.vpp={actor.vpp}: its chunks would wait for each other"
+    return [
+        Fault(f"actor.{key}", True, reason, f"set actor.{key}=false, or actor.vpp=1")
+        for key in ("overlap_grad_reduce", "overlap_param_gather")
+        if getattr(actor, key)
+    ]
+
+
 def mini_batches(cfg: RunConfig) -> list[Fault]:
     """Mini-batches of equal size make up the batch of a step."""
     batch, mini = cfg.data.train_batch_size, cfg.mini_batch_size

@@ -159,6 +159,7 @@ CHECKS: tuple[Check, ...] = (
         ("actor.use_distributed_optimizer", "actor.overlap_grad_reduce", "actor.overlap_param_gather"),
         checks.overlapped_gather,
     ),
+    Check(("actor.vpp", "actor.overlap_grad_reduce", "actor.overlap_param_gather"), checks.overlapped_chunks),
     Check(_BATCH, checks.mini_batches),
     Check((*_BATCH, *_WORLD, *_MODEL_PARALLEL, "rollout.n"), checks.ranks_have_work),
     Check((*_LENGTHS, "actor.max_tokens_per_gpu", "actor.cp"), checks.token_budget),

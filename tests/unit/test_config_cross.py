@@ -143,6 +143,12 @@ def test_weights_gathered_late_need_parts_and_buckets(tmp_path: Path) -> None:
     assert load(tmp_path, *both, "cluster.n_gpus_per_node=2").actor.overlap_param_gather
 
 
+def test_overlap_does_not_go_with_interleaved_chunks(tmp_path: Path) -> None:
+    """R8"""
+    found = faults(tmp_path, "actor.pp=4", "actor.vpp=2", "cluster.n_gpus_per_node=8", "actor.overlap_grad_reduce=true")
+    assert any(one.key == "actor.overlap_grad_reduce" and "actor.vpp=2" in one.reason for one in found)
+
+
 def test_sequence_parallel_needs_tensor_parallel_ranks(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "actor.sequence_parallel=true")
     assert fault.key == "actor.sequence_parallel" and "actor.tp is 1" in fault.reason
