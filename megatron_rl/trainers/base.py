@@ -29,7 +29,7 @@ from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers.kl_control import KlControl
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.trainers.rewards import RunRewards
-from megatron_rl.trainers.shaping import length_penalties, response_lens
+from megatron_rl.trainers.shaping import Shaped, length_penalties, loss_old_logprobs, response_lens
 from megatron_rl.trainers.validation import validation_metrics
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, SyncReport, TrainBatch
 from megatron_rl.workers.policy import UpdateResult
@@ -202,6 +202,32 @@ class RlTrainer:
                 part.loss_agg_mode, mask, segments, batch.num_sequences, cfg.data.max_response_length
             )
         return weights
+
+    def update_inputs(
+        self,
+        batch: TrainBatch,
+        group_ids: Tensor,
+        plan: BatchPlan,
+        shaped: Shaped,
+        advantages: Tensor,
+        old_logprobs: Tensor | None,
+        ref_logprobs: Tensor | None,
+    ) -> dict[str, Any]:
+        """What the actor's update takes: every column of its loss, the sequences that are left, and what was not."""
+        columns = {
+            "advantages": advantages,
+            "loss_weights": self.mini_batch_weights(batch, group_ids, shaped.mask),
+            **loss_old_logprobs(self.cfg, batch, old_logprobs, self.num_updates),
+            **shaped.columns,
+        }
+        if ref_logprobs is not None:
+            columns["ref_logprobs"] = ref_logprobs
+        return {
+            "train_batch": bare(batch).with_(**columns),
+            "train_plan": plan.keep(shaped.kept),
+            "kept": shaped.kept,
+            "counts": shaped.counts,
+        }
 
     def run_updates(
         self,

@@ -21,9 +21,9 @@ from megatron_rl.data.batching import BatchPlan
 from megatron_rl.flow import Flow, Node
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
-from megatron_rl.trainers.base import RlTrainer, bare
+from megatron_rl.trainers.base import RlTrainer
 from megatron_rl.trainers.sampling import differing, sample_differing
-from megatron_rl.trainers.shaping import leave_out, length_penalties, loss_old_logprobs, response_lens
+from megatron_rl.trainers.shaping import leave_out, length_penalties, response_lens
 from megatron_rl.types import Prompt, RolloutGroup, TrainBatch
 from megatron_rl.workers.policy import UpdateResult
 
@@ -151,20 +151,8 @@ class GrpoTrainer(RlTrainer):
             differ = differing(algorithm.filter_groups.metric, results, penalties, cfg.rollout.n)
             dropped |= ~torch.tensor(differ)[group_ids]
         shaped = leave_out(cfg, batch, groups, dropped, old_logprobs)
-        columns = {
-            "advantages": ADVANTAGES[algorithm.adv_estimator](inputs),
-            "loss_weights": self.mini_batch_weights(batch, group_ids, shaped.mask),
-            **loss_old_logprobs(cfg, batch, old_logprobs, self.num_updates),
-            **shaped.columns,
-        }
-        if ref_logprobs is not None:
-            columns["ref_logprobs"] = ref_logprobs
-        return {
-            "train_batch": bare(batch).with_(**columns),
-            "train_plan": plan.keep(shaped.kept),
-            "kept": shaped.kept,
-            "counts": shaped.counts,
-        }
+        advantages = ADVANTAGES[algorithm.adv_estimator](inputs)
+        return self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
 
     def update(self, train_batch: TrainBatch, train_plan: BatchPlan) -> dict[str, Any]:
         """ppo_epochs passes over the mini-batches, an optimizer step each."""

@@ -13,9 +13,8 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan, plan_batches
 from megatron_rl.parallel.collectives import keeps_group_order
 from megatron_rl.parallel.topology import Topology, topology_of
-from megatron_rl.reshard.plan import bundles_of
-from megatron_rl.reshard.search import best_order, overlaps_of
-from megatron_rl.reshard.shards import kind_shards, trainer_shards
+from megatron_rl.reshard.account import Trainers, colocated_layout
+from megatron_rl.reshard.tables import FamilyTable
 from megatron_rl.weights import FAMILIES
 from megatron_rl.workers.colocated import engine_layout
 from megatron_rl.workers.critic import CriticPlan, CriticWorker
@@ -29,7 +28,7 @@ def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple
     tp, ranks = cfg.rollout.tp, tuple(range(topology.world))
     if tp == 1:
         return ranks
-    actor, family = cfg.actor, FAMILIES[shape.architecture]
+    actor, table = cfg.actor, FamilyTable(shape, FAMILIES[shape.architecture])
     stages = stage_layers(
         shape.num_layers,
         actor.pp,
@@ -37,12 +36,14 @@ def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple
         actor.num_layers_in_first_pipeline_stage,
         actor.num_layers_in_last_pipeline_stage,
     )
-    ep = engine_layout(cfg, ranks).ep
-    trained = trainer_shards(shape, family, topology, stages)
-    bundles, _ = bundles_of(trained, kind_shards(shape, family, tp=tp, ep=ep))
-    overlaps = overlaps_of(bundles, ranks, tp)
-    gpus = cfg.cluster.n_gpus_per_node
-    return best_order(overlaps, ranks, num_kinds=tp, gpus_per_node=gpus, ascending=not keeps_group_order())
+    return colocated_layout(
+        table,
+        Trainers(topology, stages),
+        tp=tp,
+        ep=engine_layout(cfg, ranks).ep,
+        gpus_per_node=cfg.cluster.n_gpus_per_node,
+        ascending=not keeps_group_order(),
+    ).ranks
 
 
 def rank_grid(topology: Topology, engine_tp: int, order: Sequence[int] | None = None) -> RankGrid:

@@ -24,7 +24,7 @@ from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
 from megatron_rl.trainers.base import RlTrainer, bare
 from megatron_rl.trainers.placement import plan_for, start_policy
-from megatron_rl.trainers.shaping import leave_out, loss_old_logprobs
+from megatron_rl.trainers.shaping import leave_out
 from megatron_rl.types import RolloutGroup, TrainBatch
 from megatron_rl.workers.policy import UpdateResult
 
@@ -153,20 +153,11 @@ class PpoTrainer(RlTrainer):
         # The actor leaves out what it may not learn from; the critic's targets hold for every sampled token.
         shaped = leave_out(self.cfg, batch, groups, torch.zeros(batch.num_sequences, dtype=torch.bool), old_logprobs)
         targets = {"old_values": values, "returns": returns}
-        columns = {
-            "advantages": advantages,
-            "loss_weights": self.mini_batch_weights(batch, group_ids, shaped.mask),
-            **loss_old_logprobs(self.cfg, batch, old_logprobs, self.num_updates),
-            **shaped.columns,
-        }
-        if ref_logprobs is not None:
-            columns["ref_logprobs"] = ref_logprobs
+        trained = self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
+        if self.shared:
+            trained["train_batch"] = trained["train_batch"].with_(**targets)
         critic_weights = self.mini_batch_weights(batch, group_ids, mask, self.critic_part)
-        return {
-            "train_batch": bare(batch).with_(**columns, **(targets if self.shared else {})),
-            "train_plan": plan.keep(shaped.kept),
-            "kept": shaped.kept,
-            "counts": shaped.counts,
+        return trained | {
             "critic_batch": bare(batch).with_(**targets, loss_weights=critic_weights),
             "seen_values": values,
             "returns": returns,
