@@ -167,7 +167,7 @@ def reshard(
     """This package; and the plan's minimum for this rank."""
     from megatron_rl.mcore.shards import live_parameters, trainer_shards
     from megatron_rl.parallel.links import Links
-    from megatron_rl.reshard.execute import Transfer
+    from megatron_rl.reshard.execute import Live, Transfer
     from megatron_rl.reshard.plan import make_plan
 
     trainers = trainer_shards(policy, case.world)
@@ -176,9 +176,10 @@ def reshard(
     transfer = Transfer(plan, Links(), *sides, trainer_dtype=DTYPE, engine_dtype=DTYPE, cap_bytes=cap_bytes)
 
     def sync() -> Cost:
-        sources = live_parameters(policy)
-        assert not transfer.faults(sources, engine)
-        moved = transfer.run(sources, engine, "benchmark")
+        live = Live.of(live_parameters(policy), engine)
+        assert not transfer.faults(live)
+        moved = transfer.run(live, "benchmark")
+        transfer.wait(engine)
         return Cost(moved.received, moved.messages, moved.staging)
 
     return sync, plan.bytes_of(rank, DTYPE.itemsize).minimum
@@ -192,42 +193,50 @@ def mcore_resharding(case: Case, policy: Any, twin: torch.nn.Module) -> Callable
     source = _with_groups(policy.models[0], case.world, case.layout.get("tp", 1), case.layout.get("pp", 1))
     target = _with_groups(twin, case.world, case.engine_tp, 1)
     plan = build_centralized_reshard_plan(source, target)
-    addresses = {param.untyped_storage().data_ptr() for param in source.parameters()}
+    addresses = {param.untyped_storage().data_ptr() for side in (source, target) for param in side.parameters()}
 
     def sync() -> Cost:
-        service = _gloo_service(addresses)
+        service = _counting_service(addresses)
         execute_reshard_plan(plan, source, target, service)
         return service.cost
 
     return sync
 
 
-def _gloo_service(addresses: set[int]) -> Any:
-    """Megatron's gloo service without its CUDA stream, counting."""
+def _counting_service(addresses: set[int]) -> Any:
+    """Megatron's service over torch's messages, which counts; `addresses` are the models' own memory. Megatron-Core
+    calls submit_send_with_id (0.16), or submit_send with a task_id (0.19).
+    """
     from megatron.core.resharding.copy_services.base import CopyService
 
     class Service(CopyService):
         def __init__(self) -> None:
+            super().__init__()
             self.cost, self._sends, self._receives = Cost(), {}, {}
 
-        def submit_send_with_id(self, task_id: int, src_tensor: torch.Tensor, dest_rank: int) -> None:
+        def submit_send(self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None) -> None:
+            assert task_id is not None, "Megatron's planner numbers its tasks"
             self._sends[task_id] = (src_tensor.detach(), dest_rank)
 
-        def submit_recv_with_id(self, task_id: int, dest_tensor: torch.Tensor, src_rank: int) -> None:
+        def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None) -> None:
+            assert task_id is not None, "Megatron's planner numbers its tasks"
             self._receives[task_id] = (dest_tensor, src_rank)
 
-        def submit_send(self, src_tensor: torch.Tensor, dest_rank: int) -> None:
-            raise AssertionError("Megatron's planner numbers its tasks")
+        def submit_send_with_id(self, task_id: int, src_tensor: torch.Tensor, dest_rank: int) -> None:
+            self.submit_send(src_tensor, dest_rank, task_id)
 
-        def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int) -> None:
-            raise AssertionError("Megatron's planner numbers its tasks")
+        def submit_recv_with_id(self, task_id: int, dest_tensor: torch.Tensor, src_rank: int) -> None:
+            self.submit_recv(dest_tensor, src_rank, task_id)
+
+        def _stages(self, tensor: torch.Tensor) -> int:
+            return tensor.nbytes if tensor.untyped_storage().data_ptr() not in addresses else 0
 
         def run(self) -> None:
             here = dist.get_rank()
             ops = []
+            # Every slice that is not a model's own memory has a buffer, and all are held until the end.
             for task_id, (tensor, peer) in self._sends.items():
-                copied = tensor.untyped_storage().data_ptr() not in addresses
-                self.cost.staging += tensor.nbytes if copied else 0
+                self.cost.staging += self._stages(tensor)
                 if peer == here:
                     self._receives.pop(task_id)[0].copy_(tensor)
                     continue
@@ -235,9 +244,8 @@ def _gloo_service(addresses: set[int]) -> Any:
                 ops.append(dist.P2POp(dist.isend, tensor, peer))
             for tensor, peer in self._receives.values():
                 self.cost.received += tensor.nbytes
+                self.cost.staging += self._stages(tensor)
                 ops.append(dist.P2POp(dist.irecv, tensor, peer))
-            # Every received slice has a buffer of its own, and all are held until the end.
-            self.cost.staging += self.cost.received
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 work.wait()
 
@@ -430,6 +438,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="compare ways into one engine on this device")
     parser.add_argument("--shape", choices=["7b", "0.5b", "tiny"], default="7b", help="model of --device")
+    parser.add_argument("--graphs", action="store_true", help="engines of --device capture CUDA graphs")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="nccl: a GPU a rank")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -439,7 +448,7 @@ def main() -> None:
     if args.device is not None:
         from benchmarks.reshard_alias import run
 
-        run(args.device, args.shape, args.repeats)
+        run(args.device, args.shape, args.repeats, args.graphs)
         return
     # Megatron warns about what is not installed here, once a process.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")

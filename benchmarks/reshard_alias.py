@@ -8,15 +8,20 @@ one flat buffer, as its optimizer keeps them. In order:
 Before each sync of `shared` the trainer writes new weights in place; before each of the others the engine's own memory
 is spoilt. After the last sync of each way the engine answers the same prompts greedily: all must give the same tokens,
 and `loaded` knows nothing of the plan.
+
+With CUDA graphs (--graphs) an engine's memory cannot be taken from it, because its graphs hold the addresses: `copied`
+and `loaded` then go into an engine of another process, whose trainer has made the same steps.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +144,8 @@ class Meter:
         return time.perf_counter() - start, found
 
 
-def engine_settings(folder: str, shape: ModelShape, device: str, dtype: str) -> EngineSettings:
-    """One rank, no sleeping, no CUDA graphs: parameters are taken away from the trainer later in the same engine."""
+def engine_settings(folder: str, shape: ModelShape, device: str, dtype: str, graphs: bool) -> EngineSettings:
+    """One rank, no sleeping."""
     on_gpu = device == "cuda"
     return EngineSettings(
         name="vllm",
@@ -154,26 +159,29 @@ def engine_settings(folder: str, shape: ModelShape, device: str, dtype: str) -> 
         kv_cache_gb=2.0 if on_gpu else 0.0625,
         max_num_seqs=32,
         max_num_batched_tokens=2048,
-        enforce_eager=True,
+        enforce_eager=not graphs,
         free_cache_engine=False,
         seed=0,
         needs_text=False,
     )
 
 
-def answers(engine: Any, vocab: int) -> list[tuple[int, ...]]:
-    """Greedy tokens of fixed prompts."""
+Answers = list[tuple[tuple[int, ...], tuple[float, ...]]]
+"""Tokens and their log-probabilities of each prompt"""
+
+
+def answers(engine: Any, vocab: int) -> Answers:
+    """Greedy, to fixed prompts."""
     generator = torch.Generator().manual_seed(2)
     prompts = torch.randint(2, vocab, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     sampling = Sampling(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=())
     found = engine.generate([Request(tuple(prompt)) for prompt in prompts], sampling)
-    return [samples[0].token_ids for samples in found]
+    return [(samples[0].token_ids, samples[0].logprobs) for samples in found]
 
 
 def spoil(engine: Any) -> None:
-    """Give shared parameters memory of their own, and all of them wrong values.
-
-    For this comparison alone, and only without CUDA graphs, which would still read the old addresses.
+    """Give parameters that the trainer's memory holds memory of their own (without CUDA graphs, which would still read
+    the old addresses), and all of them wrong values. For this comparison alone.
     """
     params = dict(engine._loaded.model.named_parameters())
     for name in engine.shared:
@@ -183,9 +191,63 @@ def spoil(engine: Any) -> None:
     engine._shared = frozenset()
 
 
-def run(device: str, size: str, repeats: int) -> None:
-    """All three ways, one after another; prints memory, a table and whether the answers agree."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
+class Bench:
+    """What all ways have alike: a trainer, and the table of its engine."""
+
+    def __init__(self, folder: str, device: str, size: str, graphs: bool, repeats: int) -> None:
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        self.shape = write_config(folder, size)
+        self.meter = Meter(device)
+        self.trainer = Trainer(self.shape, getattr(torch, dtype), device)
+        print(f"{size}: {self.trainer.flat.nbytes / (1 << 30):.3f} GiB of {dtype} weights on {device}")
+        self.meter.memory("trainer")
+        self.table = tuple(engine_params(self.shape, FAMILIES[self.shape.architecture], tp=1, tp_rank=0))
+        self.settings = engine_settings(folder, self.shape, device, dtype, graphs)
+        self.repeats = repeats
+        self.version = 0
+        self.best: dict[str, float] = {}
+        self.answers: dict[str, Answers] = {}
+
+    def start(self, share: bool) -> tuple[Any, ReshardPublisher]:
+        """An engine, on the trainer's memory or not, filled, and its publisher."""
+        sharing = find_sharing(self.table, self.trainer.params, None if share else "not asked for")
+        shared = {name: self.trainer.tensors[source] for name, source in sharing.shared.items()}
+        seconds, engine = self.meter.seconds(lambda: make_engine(self.settings, shared))
+        counts = f"{len(shared)} of {len(self.table)} parameters are the trainer's memory"
+        print(f"engine started in {seconds:.1f} s: {counts}")
+        self.meter.memory("trainer, and an engine with a KV cache of 2 GiB")
+        dtype = self.trainer.flat.dtype
+        transfer = Transfer(
+            make_plan([Shard(0, self.trainer.params)], [Shard(0, self.table)]),
+            Links(),
+            self.trainer.params,
+            live_params(self.table, engine.shapes()),
+            trainer_dtype=dtype,
+            engine_dtype=dtype,
+            cap_bytes=256 << 20,
+        )
+        publisher = ReshardPublisher(transfer, engine, lambda: self.trainer.tensors)
+        publisher.publish(0, expect_change=False)
+        return engine, publisher
+
+    def measure(self, way: str, engine: Any, prepare: Callable[[], None], sync: Callable[[int], SyncReport]) -> None:
+        """One row."""
+        took: list[float] = []
+        report = SyncReport()
+        for _ in range(self.repeats):
+            self.version += 1
+            prepare()
+            seconds, report = self.meter.seconds(lambda: sync(self.version))
+            took.append(seconds)
+        self.best[way] = min(took)
+        self.answers[way] = answers(engine, self.shape.vocab_size)
+        seconds = " | ".join(f"{took:.5f}" for took in (min(took), sorted(took)[len(took) // 2], max(took)))
+        print(f"| {way} | {seconds} | {report.local_bytes:,} | {report.aliased_bytes:,} |", flush=True)
+        self.meter.memory(f"after {way}")
+
+
+def measure_ways(device: str, size: str, repeats: int, graphs: bool, shared: bool, own: bool) -> Bench:
+    """Rows of one engine: `shared`, and on memory of its own `copied` and `loaded`."""
     # Nothing is to be looked up or compiled that the comparison does not need.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -195,69 +257,70 @@ def run(device: str, size: str, repeats: int) -> None:
             torch.zeros(1, device="cuda")
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        shape = write_config(folder, size)
-        meter = Meter(device)
-        trainer = Trainer(shape, getattr(torch, dtype), device)
-        print(f"{size}: {trainer.flat.nbytes / (1 << 30):.3f} GiB of {dtype} weights on {device}")
-        meter.memory("trainer")
-        table = tuple(engine_params(shape, FAMILIES[shape.architecture], tp=1, tp_rank=0))
-        sharing = find_sharing(table, trainer.params)
-        shared = {name: trainer.tensors[source] for name, source in sharing.shared.items()}
-        seconds, engine = meter.seconds(lambda: make_engine(engine_settings(folder, shape, device, dtype), shared))
-        print(f"engine started in {seconds:.1f} s: {len(shared)} of {len(table)} parameters are the trainer's memory")
-        meter.memory("trainer, and an engine on its memory with a KV cache of 2 GiB")
-        transfer = _transfer(trainer, table, engine, getattr(torch, dtype))
-        _compare(trainer, engine, transfer, meter, shape.vocab_size, repeats)
+        bench = Bench(folder, device, size, graphs, repeats)
+        trainer = bench.trainer
+        engine, publisher = bench.start(share=shared)
+
+        def reshard(version: int) -> SyncReport:
+            return publisher.publish(version, expect_change=bool(engine.shared))
+
+        def load(version: int) -> SyncReport:
+            engine.update_weights(trainer.export(), version)
+            return SyncReport(local_bytes=trainer.flat.nbytes)
+
+        print("| way | seconds, best | median | worst | bytes copied | bytes shared |")
+        print("|---|---|---|---|---|---|")
+        if shared:
+            bench.measure("shared", engine, trainer.step, reshard)
+        else:
+            for _ in range(repeats):
+                trainer.step()
+        if own:
+            bench.measure("copied", engine, lambda: spoil(engine), reshard)
+            bench.measure("loaded", engine, lambda: spoil(engine), load)
         engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+    return bench
 
 
-def _transfer(trainer: Trainer, table: tuple[LocalParam, ...], engine: Any, dtype: torch.dtype) -> Transfer:
-    plan = make_plan([Shard(0, trainer.params)], [Shard(0, table)])
-    live = live_params(table, engine.shapes())
-    return Transfer(
-        plan, Links(), trainer.params, live, trainer_dtype=dtype, engine_dtype=dtype, cap_bytes=256 << 20
-    )  # fmt: skip
+def _in_a_process(*args: Any) -> tuple[dict[str, float], dict[str, Answers]]:
+    bench = measure_ways(*args)
+    return bench.best, bench.answers
 
 
-def _compare(trainer: Trainer, engine: Any, transfer: Transfer, meter: Meter, vocab: int, repeats: int) -> None:
-    """The table, and whether the three ways agree."""
-    publisher = ReshardPublisher(transfer, engine, lambda: trainer.tensors)
-    publisher.publish(0, expect_change=False)
-    version = 0
+def compare(answered: Answers, expected: Answers) -> str:
+    """Whole answers and first tokens that are equal, and how far log-probabilities lie apart while tokens agree.
 
-    def reshard() -> SyncReport:
-        return publisher.publish(version, expect_change=bool(engine.shared))
-
-    def load() -> SyncReport:
-        engine.update_weights(trainer.export(), version)
-        return SyncReport(local_bytes=trainer.flat.nbytes)
-
-    ways = (
-        ("shared", trainer.step, reshard),
-        ("copied", lambda: spoil(engine), reshard),
-        ("loaded", lambda: spoil(engine), load),
+    Where kernels differ (compiled code, CUDA graphs), near ties of random weights fall the other way: then the first
+    tokens and the differences tell whether the weights are the same.
+    """
+    whole = sum(one[0] == other[0] for one, other in zip(answered, expected, strict=True))
+    first = sum(one[0][0] == other[0][0] for one, other in zip(answered, expected, strict=True))
+    gaps: list[float] = []
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(answered, expected, strict=True):
+        for at, token in enumerate(tokens):
+            if token != other_tokens[at]:
+                break
+            gaps.append(abs(logprobs[at] - other_logprobs[at]))
+    far = f"{max(gaps):.4f} of {len(gaps)} tokens" if gaps else "nothing to compare"
+    return (
+        f"{whole} of {len(expected)} greedy answers equal, {first} first tokens; log-probabilities apart at most {far}"
     )
-    print("| way | seconds, each | bytes copied | bytes shared | tokens equal |")
-    print("|---|---|---|---|---|")
+
+
+def run(device: str, size: str, repeats: int, graphs: bool) -> None:
+    """All three ways; prints memory, a table and whether the answers agree."""
     best: dict[str, float] = {}
-    expected: list[tuple[int, ...]] | None = None
-    for way, prepare, sync in ways:
-        took: list[float] = []
-        report = SyncReport()
-        for _ in range(repeats):
-            version += 1
-            prepare()
-            seconds, report = meter.seconds(sync)
-            took.append(seconds)
-        best[way] = min(took)
-        tokens = answers(engine, vocab)
-        expected = expected or tokens
-        equal = sum(one == other for one, other in zip(tokens, expected, strict=True))
-        shown = " ".join(f"{seconds:.4f}" for seconds in took)
-        sizes = f"{report.local_bytes:,} | {report.aliased_bytes:,}"
-        print(f"| {way} | {shown} | {sizes} | {equal} of {len(tokens)} |", flush=True)
-        meter.memory(f"after {way}")
-    assert len(set(expected or [])) > 1, "all answers are alike: the model says nothing"
+    found: dict[str, Answers] = {}
+    parts = [(True, False), (False, True)] if graphs else [(True, True)]
+    for shared, own in parts:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            seconds, answered = process.submit(_in_a_process, device, size, repeats, graphs, shared, own).result()
+        best |= seconds
+        found |= answered
+    assert len({tokens for tokens, _ in found["shared"]}) > 1, "all answers are alike: the model says nothing"
+    for way in ("copied", "loaded"):
+        print(f"{way} against shared: {compare(found[way], found['shared'])}")
+    print(f"loaded against copied: {compare(found['loaded'], found['copied'])}")
     print(f"best shared sync against best load: {best['loaded'] / best['shared']:.0f} times faster")

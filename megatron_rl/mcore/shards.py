@@ -28,10 +28,15 @@ def trainer_shards(policy: Policy, world: int) -> list[Shard]:
     return shards
 
 
-def live_parameters(policy: Policy) -> dict[str, torch.Tensor]:
-    """This rank's parameters, not copies; Policy.complete_params makes them whole first."""
+def parameters(policy: Policy) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by these names. They stay the same objects when their memory is moved."""
     return {
-        f"chunk{chunk}.{name}": param.detach()
+        f"chunk{chunk}.{name}": param
         for chunk, model in enumerate(policy.models)
         for name, param in model.named_parameters()
     }
+
+
+def live_parameters(policy: Policy) -> dict[str, torch.Tensor]:
+    """The memory that these have now, not copies; Policy.complete_params makes them whole first."""
+    return {name: param.detach() for name, param in parameters(policy).items()}

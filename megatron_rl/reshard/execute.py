@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.ops.copies import CopyBatch
 from megatron_rl.parallel.links import Links, Message, Pending
 from megatron_rl.reshard.plan import BlockIndex, Move, Place, Plan, RankBytes
 from megatron_rl.reshard.rounds import Bucket, Round, rounds_of_rank, row_size
@@ -36,25 +37,48 @@ class Moved:
 
 
 Marks = tuple[tuple[object, ...], ...]
-"""Which tensors these are: names, addresses, shapes, strides and dtypes, not values."""
+"""Which tensors these are: their names, addresses, shapes, strides and dtypes, not values."""
 
 
-def marks_of(*sides: Tensors) -> Marks:
+def marks_of(tensors: Tensors) -> Marks:
     """Equal for as long as every tensor is where and what it was."""
-    return tuple(
-        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        for side in sides
-        for name, tensor in side.items()
-    )
+    held = tensors.values()
+    read = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+    return (tuple(tensors), *(tuple(map(what, held)) for what in read), tuple(tensor.dtype for tensor in held))
+
+
+@dataclass(frozen=True)
+class Live:
+    """This rank's tensors of both sides, as one sync finds them. Marks are taken once: reading them costs more than
+    copying what sharing leaves.
+    """
+
+    sources: Tensors
+    targets: Tensors
+    source_marks: Marks
+    target_marks: Marks
+
+    @staticmethod
+    def of(sources: Tensors, targets: Tensors) -> Live:
+        return Live(sources, targets, marks_of(sources), marks_of(targets))
+
+    def with_targets(self, targets: Tensors) -> Live:
+        return Live(self.sources, targets, self.source_marks, marks_of(targets))
+
+    @property
+    def marks(self) -> tuple[Marks, Marks]:
+        return self.source_marks, self.target_marks
 
 
 @dataclass
 class _Bound:
-    """Views into the live tensors, good for as long as these have their marks."""
+    """Views into the live tensors, good for as long as these have their marks. local, aliased: bytes."""
 
-    marks: Marks
+    marks: tuple[Marks, Marks]
     padding: list[torch.Tensor]
-    copies: list[Copy]
+    copied: list[torch.Tensor]
+    copies: CopyBatch
+    local: int
     aliased: int
 
 
@@ -88,7 +112,7 @@ class Transfer:
             cap_bytes=cap_bytes,
         )
         self._bound: _Bound | None = None
-        self._faultless: tuple[Marks, frozenset[str]] | None = None
+        self._faultless: tuple[tuple[Marks, Marks], frozenset[str]] | None = None
 
     @property
     def key(self) -> str:
@@ -104,37 +128,36 @@ class Transfer:
         smaller = self._trainer_dtype.itemsize < self._engine_dtype.itemsize
         return self._trainer_dtype if wave == 0 and smaller else self._engine_dtype
 
-    def faults(self, sources: Tensors, targets: Tensors, shared: Collection[str] = ()) -> list[str]:
+    def faults(self, live: Live, shared: Collection[str] = ()) -> list[str]:
         """Everything that keeps this rank from carrying out the plan: missing, surplus, misshaped or mistyped tensors,
         and memory shared where it must not be, or no longer where it must. Reads no values.
 
         shared: engine parameters that were made views of the trainer's.
         """
-        seen = marks_of(sources, targets), frozenset(shared)
+        seen = live.marks, frozenset(shared)
         if seen == self._faultless:
             return []
-        found = _differences("trainer", self._trainer, self._trainer_dtype, sources)
-        found += _differences("engine", self._engine, self._engine_dtype, targets)
-        found = found or self._parted(sources, targets, shared) + self._overlaps(sources, targets)
+        found = _differences("trainer", self._trainer, self._trainer_dtype, live.sources)
+        found += _differences("engine", self._engine, self._engine_dtype, live.targets)
+        found = found or self._parted(live, shared) + self._overlaps(live)
         if not found:
             self._faultless = seen
         return found
 
-    def _parted(self, sources: Tensors, targets: Tensors, shared: Collection[str]) -> list[str]:
+    def _parted(self, live: Live, shared: Collection[str]) -> list[str]:
         """Parameters that are not the trainer's memory any more, though the engine was built on it."""
-        copied = {to.untyped_storage().data_ptr() for to, _ in self._bind(sources, targets).copies}
+        copied = {to.untyped_storage().data_ptr() for to in self._bind(live).copied}
         return [
             f"the engine's {name} was a view of the trainer's weights, and the trainer's were allocated anew since: "
             "what the engine captured reads the old memory"
             for name in shared
-            if targets[name].untyped_storage().data_ptr() in copied
+            if live.targets[name].untyped_storage().data_ptr() in copied
         ]
 
-    def _overlaps(self, sources: Tensors, targets: Tensors) -> list[str]:
+    def _overlaps(self, live: Live) -> list[str]:
         """Engine parameters in the trainer's memory that the plan would write to."""
-        trained = {tensor.untyped_storage().data_ptr() for tensor in sources.values()}
-        bound = self._bind(sources, targets)
-        written = {copy.untyped_storage().data_ptr() for copy, _ in bound.copies}
+        trained = {tensor.untyped_storage().data_ptr() for tensor in live.sources.values()}
+        written = {to.untyped_storage().data_ptr() for to in self._bind(live).copied}
         received = {
             place.param
             for rnd in self.rounds
@@ -142,33 +165,29 @@ class Transfer:
             for piece in bucket.pieces
             for place in self._from_engine.places(piece.move)
         }
-        written |= {targets[name].untyped_storage().data_ptr() for name in received}
+        written |= {live.targets[name].untyped_storage().data_ptr() for name in received}
         shared = trained & written
         return [
             f"the engine's {name} lies in the trainer's memory, and not where its values are: a sync would overwrite "
             "the trainer's weights"
-            for name, tensor in targets.items()
+            for name, tensor in live.targets.items()
             if tensor.untyped_storage().data_ptr() in shared
         ]
 
     @torch.no_grad()
-    def run(self, sources: Tensors, targets: Tensors, phase: str) -> Moved:
+    def run(self, live: Live, phase: str) -> Moved:
         """Every byte of the engine's parameters on this rank, from trainers' and other engines' ranks.
 
         Rows of an engine parameter past its blocks (a padded vocabulary) become 0. Raises ReshardError at a deadline.
+        On a GPU the last of it is queued, not done: see wait().
         """
-        bound = self._bind(sources, targets)
+        bound = self._bind(live)
         for rows in bound.padding:
             rows.zero_()
-        if bound.copies:
-            targets_of, sources_of = map(list, zip(*bound.copies, strict=True))
-            torch._foreach_copy_(targets_of, sources_of)  # pyright: ignore[reportPrivateImportUsage]
-        staging = self._travel(sources, targets, phase)
-        if any(tensor.is_cuda for tensor in targets.values()):
-            # The engine may read on another stream.
-            torch.cuda.current_stream().synchronize()
+        bound.copies.run()
+        staging = self._travel(live.sources, live.targets, phase)
         return Moved(
-            local=sum(to.numel() * to.element_size() for to, _ in bound.copies),
+            local=bound.local,
             aliased=bound.aliased,
             received=sum(bucket.num_bytes for rnd in self.rounds for bucket in rnd.receives),
             sent=sum(bucket.num_bytes for rnd in self.rounds for bucket in rnd.sends),
@@ -176,12 +195,17 @@ class Transfer:
             staging=staging,
         )
 
+    def wait(self, targets: Tensors) -> None:
+        """Until a run is done on the device: an engine may read on another stream."""
+        if any(tensor.is_cuda for tensor in targets.values()):
+            torch.cuda.current_stream().synchronize()
+
     # Within this rank.
 
     @torch.no_grad()
-    def _bind(self, sources: Tensors, targets: Tensors) -> _Bound:
-        marks = marks_of(sources, targets)
-        if self._bound is None or self._bound.marks != marks:
+    def _bind(self, live: Live) -> _Bound:
+        sources, targets = live.sources, live.targets
+        if self._bound is None or self._bound.marks != live.marks:
             pairs = [copy for move in self._local for copy in self._local_copies(move, sources, targets)]
             copies = [(to, source) for to, source in pairs if not _same_memory(to, source)]
             written = {to.untyped_storage().data_ptr() for to, _ in copies}
@@ -191,11 +215,14 @@ class Transfer:
             ]
             # Padding of a parameter that is the trainer's own is the trainer's to keep.
             trained = {tensor.untyped_storage().data_ptr() for tensor in sources.values()} - written
+            local = sum(to.nbytes for to, _ in copies)
             self._bound = _Bound(
-                marks,
+                live.marks,
                 [rows for rows in padding if len(rows) and rows.untyped_storage().data_ptr() not in trained],
-                copies,
-                sum(to.numel() * to.element_size() for to, source in pairs if _same_memory(to, source)),
+                [to for to, _ in copies],
+                CopyBatch(copies),
+                local,
+                sum(to.nbytes for to, _ in pairs) - local,
             )
         return self._bound
 

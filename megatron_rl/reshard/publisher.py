@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from megatron_rl.errors import MegatronRLError, ReshardError
 from megatron_rl.parallel.links import Word
-from megatron_rl.reshard.execute import Marks, Tensors, Transfer, marks_of
+from megatron_rl.reshard.execute import Live, Marks, Tensors, Transfer, marks_of
 from megatron_rl.types import SyncReport
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 _SHOWN = 20
 _SAMPLES = 1 << 16
+_SAMPLED_AS = 32
 
 
 class WeightTaker(Protocol):
@@ -98,7 +99,7 @@ class FullPublisher:
 
         self._engine.update_weights(watched(), version)
         # All ranks see the same tensors, so that all raise.
-        if not self._watch.changed(samples) and expect_change:
+        if not self._watch.look(samples, marks_of(samples))() and expect_change:
             raise ReshardError(_unchanged(version))
         self._lent_back()
         self._engine.wake()
@@ -142,27 +143,30 @@ class ReshardPublisher:
         phase = f"sync of weight version {version}"
         faults: list[str] = []
         sources = self._sources() if self._sources is not None else {}
-        targets: Tensors = {}
+        live = Live.of(sources, {})
+        changed = self._watch.look(sources, live.source_marks)
         try:
             if engine is not None:
                 engine.begin_update()
-                targets = engine.parameters()
-            faults = transfer.faults(sources, targets, engine.shared if engine is not None else ())
+                live = live.with_targets(engine.parameters())
+            faults = transfer.faults(live, engine.shared if engine is not None else ())
         except MegatronRLError as error:
             # Told to all ranks, which would otherwise wait for this one.
             faults.append(str(error))
-        changed = not faults and self._watch.changed(sources)
+        has_changed = not faults and changed()
         digest = hashlib.sha256(f"{transfer.plan.digest} {transfer.key} {version} {expect_change}".encode()).digest()
-        words = transfer.links.agree(phase, digest, flag=changed, fault=_listed(faults))
+        words = transfer.links.agree(phase, digest, flag=has_changed, fault=_listed(faults))
         _judge(words, phase)
         if expect_change and not any(word.flag for word in words):
             raise ReshardError(_unchanged(version))
-        moved = transfer.run(sources, targets, phase)
+        moved = transfer.run(live, phase)
         if engine is not None:
             engine.end_update(version)
         self._lent_back()
         if engine is not None:
             engine.wake()
+        transfer.wait(live.targets)
+        if engine is not None:
             _check_version(engine, version)
         planned = transfer.planned()
         return SyncReport(
@@ -188,39 +192,52 @@ def sample_of(tensor: torch.Tensor, count: int = 1) -> torch.Tensor:
 
 class PayloadWatch:
     """Whether weights differ from those of the call before, told by samples of each; where an optimizer keeps many in
-    one buffer, by as many samples of the buffer.
+    one buffer, by two million values of the buffer: an update that changes one weight in 100,000 changes some of them.
     """
 
     def __init__(self) -> None:
         self._marks: Marks = ()
-        self._views: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._before: dict[torch.dtype, torch.Tensor] = {}
+        self._views: _Views = {}
+        self._before: dict[_Kind, torch.Tensor] = {}
 
     @torch.no_grad()
-    def changed(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """True in the first call too; False where there are no tensors."""
-        marks = marks_of(tensors)
+    def look(self, tensors: Tensors, marks: Marks) -> Callable[[], bool]:
+        """Take samples; the answer waits for them, and makes them those that the next look compares with. True in the
+        first look too; False where there are no tensors. marks: theirs.
+        """
         if marks != self._marks:
             self._marks, self._views = marks, _sample_views(tensors)
-        now = {dtype: torch.cat(parts) for dtype, parts in self._views.items()}
-        before, self._before = self._before, now
-        return any(dtype not in before or not torch.equal(before[dtype], found) for dtype, found in now.items())
+        now = {kind: torch.cat(parts) for kind, parts in self._views.items()}
+        before = self._before
+        same = [kind for kind, found in now.items() if kind in before and before[kind].shape == found.shape]
+        differ = [torch.ne(before[kind], now[kind]).any() for kind in same]
+
+        def changed() -> bool:
+            self._before = now
+            return len(same) < len(now) or any(bool(one) for one in differ)
+
+        return changed
 
 
-def _sample_views(tensors: Mapping[str, torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+_Kind = tuple[torch.dtype, torch.device]
+_Views = dict[_Kind, list[torch.Tensor]]
+
+
+def _sample_views(tensors: Tensors) -> _Views:
     by_storage: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors.values():
         by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
-    views: dict[torch.dtype, list[torch.Tensor]] = {}
+    views: _Views = {}
     for (_, dtype), held in by_storage.items():
         storage = held[0].untyped_storage()
         size = storage.nbytes() // dtype.itemsize
+        found = views.setdefault((dtype, held[0].device), [])
         # A buffer that holds little else is sampled at once: one kernel in place of hundreds.
         if len(held) > 1 and sum(tensor.numel() for tensor in held) > 0.9 * size:
             whole = held[0].detach().as_strided((size,), (1,), 0)
-            views.setdefault(dtype, []).append(sample_of(whole, len(held)))
+            found.append(sample_of(whole, min(len(held), _SAMPLED_AS)))
         else:
-            views.setdefault(dtype, []).extend(sample_of(tensor) for tensor in held)
+            found += [sample_of(tensor) for tensor in held]
     return views
 
 

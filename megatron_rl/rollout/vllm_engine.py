@@ -115,8 +115,10 @@ class VllmEngine:
         if taken:
             raise RolloutError(f"rollout.engine_kwargs: {', '.join(taken)} cannot be given; rollout.tp sets the layout")
         # vLLM's modules are imported after the environment is set.
-        from megatron_rl.rollout import vllm_loader
+        from megatron_rl.rollout import vllm_loader, vllm_memory
 
+        if self._can_sleep:
+            vllm_memory.guard_frees()
         # vLLM lowers the number of threads and turns torch.set_num_threads into a no-op.
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         with _kept_rng(), vllm_loader.loading(shared) as self._loaded, self._groups() as ranks:
@@ -302,8 +304,7 @@ class VllmEngine:
         with vllm_groups.default_group_kept() if self._in_groups else contextlib.nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-        self._loaded.model = None
-        self._loaded.plain.clear()
+        self._loaded.close()
         if self._in_groups:
             vllm_groups.leave_groups()
         gc.collect()

@@ -55,6 +55,12 @@ class LoadedModel:
     """Modules that the back end rearranged -> their parameters as they were before."""
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     """Plain tensors of rearranged parameters, by full name; see make_plain."""
+    _found: list[tuple[str, dict[str, Any], str]] | None = None
+
+    def close(self) -> None:
+        """Let go of the model and of everything beside it."""
+        self.model, self._found = None, None
+        self.plain.clear()
 
     def make_plain(self) -> None:
         """Plain tensors for the rearranged parameters, where there are none: their values are undefined."""
@@ -72,13 +78,25 @@ class LoadedModel:
 
     def untouched(self) -> dict[str, torch.Tensor]:
         """The parameters that are as the loader left them."""
-        assert self.model is not None
-        rearranged = self.plain_shapes()
-        return {name: param.data for name, param in self.model.named_parameters() if name not in rearranged}
+        # vLLM's kinds of parameters would answer each access in Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            return {name: held[local].data for name, held, local in self._places()}
+
+    def _places(self) -> list[tuple[str, dict[str, Any], str]]:
+        """(full name, its module's parameters, name in these); a module stays, while its parameters may be replaced."""
+        if self._found is None:
+            assert self.model is not None
+            rearranged = self.plain_shapes()
+            held = {name: vars(module)["_parameters"] for name, module in self.model.named_modules()}
+            names = [name for name, _ in self.model.named_parameters() if name not in rearranged]
+            self._found = [(name, held[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+        return self._found
 
     @torch.no_grad()
     def repack(self, vllm_config: Any) -> None:
         """Make the kernels' form of every rearranged parameter from its plain tensor, in the memory it has."""
+        if not self.packed:
+            return
         assert self.model is not None
         modules = dict(self.model.named_modules())
         with set_current_vllm_config(vllm_config):

@@ -98,9 +98,11 @@ def start_engine(
     sharing = find_sharing(by_rank[rank], trainers[rank].params, _off(cfg, settings))
     _report(sharing)
 
+    params = shards.parameters(policy)
+    names = [param.name for param in trainers[rank].params]
+
     def held() -> Mapping[str, torch.Tensor]:
-        tensors = shards.live_parameters(policy)
-        return {param.name: tensors[param.name] for param in trainers[rank].params}
+        return {name: params[name].detach() for name in names}
 
     tensors = held() if sharing.shared else {}
     engine = make_engine(settings, {name: tensors[source] for name, source in sharing.shared.items()})

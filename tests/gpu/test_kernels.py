@@ -66,3 +66,30 @@ def test_the_forward_pass_needs_an_eighth_of_the_whole_logits() -> None:
     inputs = make_inputs("cuda", 8192, VOCAB, 896, 1.0)
     extra = peak_extra_bytes("cuda", lambda: inputs.run(chunked_logprobs, False))
     assert extra <= 8192 * VOCAB * 4 / 8
+
+
+def test_batched_copies_write_every_pair_and_nothing_else() -> None:
+    """Pairs in one piece, of odd sizes, at odd addresses, of columns, and of two dtypes; twice, with other values."""
+    from megatron_rl.ops.copies import CopyBatch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    source = torch.randn(3000, 256, generator=generator, device="cuda", dtype=torch.bfloat16)
+    target = torch.full((4000, 256), 7.0, device="cuda", dtype=torch.bfloat16)
+    wide = torch.full((64, 256), 7.0, device="cuda")
+    flat_source, flat_target = source.view(-1), target.view(-1)
+    rows = [((0, 0), 1), ((5, 64), 1000), ((1500, 1100), 129), ((1700, 2000), 0)]
+    pairs = [(target[to : to + n], source[at : at + n]) for (to, at), n in rows]
+    pairs.append((flat_target[256 * 3000 + 1 : 256 * 3000 + 8], flat_source[256 * 2000 + 3 : 256 * 2000 + 10]))
+    pairs.append((target[3100:3200, 32:96], source[2100:2200, 64:128]))
+    pairs.append((wide[:, :128], source[2300:2364, :128]))
+    batch = CopyBatch(pairs)
+    for _ in range(2):
+        expected, expected_wide = torch.full_like(target, 7.0), torch.full_like(wide, 7.0)
+        for (to, at), n in rows:
+            expected[to : to + n] = source[at : at + n]
+        expected.view(-1)[256 * 3000 + 1 : 256 * 3000 + 8] = flat_source[256 * 2000 + 3 : 256 * 2000 + 10]
+        expected[3100:3200, 32:96] = source[2100:2200, 64:128]
+        expected_wide[:, :128] = source[2300:2364, :128].float()
+        batch.run()
+        assert torch.equal(target, expected) and torch.equal(wide, expected_wide)
+        source.normal_(generator=generator)

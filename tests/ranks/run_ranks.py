@@ -1,9 +1,11 @@
-"""Runs a function on N ranks, each a process of its own with a gloo group, and brings their results together.
+"""Runs a function on N ranks, each a process of its own in one process group, and brings their results together.
 
 Processes are forked from one server that has torch, Megatron-Core and transformers loaded: the first call of
 a test session pays for those imports (about ten seconds), each later one takes a fraction of a second. Ranks
 have the environment variables that the server started with. What a rank writes to its standard error (a crash of
 the C++ runtime, say) is in the report when it fails.
+
+RANKS_DEVICE=cuda gives each rank a GPU and an NCCL group; calls with more ranks than there are GPUs are skipped.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 PRELOAD = [
     "torch",
@@ -69,11 +73,19 @@ class RanksTimedOut(RuntimeError):
     """Ranks that did not answer in time; the message names them and shows where each one stood."""
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Calls fn(rank, n, *args) on ranks 0..n-1 under a gloo process group; results come in rank order.
+def device_of_ranks() -> str:
+    """cpu, or cuda where the environment asks for it (RANKS_DEVICE)."""
+    return os.environ.get("RANKS_DEVICE", "cpu")
+
+
+def run_ranks(
+    n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, device: str | None = None
+) -> list[Any]:
+    """Calls fn(rank, n, *args) on ranks 0..n-1 under a process group; results come in rank order.
 
     `fn` is a module's top-level function, so that another process finds it; arguments and results are pickled
-    (tensors by value). The seconds of `timeout` run from when all processes have started.
+    (tensors by value, on the CPU). The seconds of `timeout` run from when all processes have started. device: cpu
+    (gloo) or cuda (nccl); device_of_ranks() where not given.
 
     Raises the exception of the first rank that failed, with rank and traceback of every failed rank as notes;
     RankFailed when that rank died instead; RanksTimedOut at the deadline. No process outlives the call.
@@ -82,14 +94,17 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0)
         payload = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"run_ranks: {fn!r} and its arguments must be picklable ({error})") from error
+    device = device or device_of_ranks()
+    if device == "cuda" and _num_gpus() < n:
+        pytest.skip(f"needs {n} GPUs, there are {_num_gpus()}")
     try:
-        return _attempt(n, payload, timeout)
+        return _attempt(n, payload, timeout, device)
     except _GlooThreadDied as error:
         warnings.warn(f"{fn.__name__} on {n} ranks runs once more: {error}", stacklevel=2)
-        return _attempt(n, payload, timeout)
+        return _attempt(n, payload, timeout, device)
 
 
-def _attempt(n: int, payload: bytes, timeout: float) -> list[Any]:
+def _attempt(n: int, payload: bytes, timeout: float, device: str) -> list[Any]:
     context = _fork_server()
     processes: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -97,7 +112,7 @@ def _attempt(n: int, payload: bytes, timeout: float) -> list[Any]:
             connections: dict[Connection, int] = {}
             for rank in range(n):
                 receive, send = context.Pipe(duplex=False)
-                of_rank = (rank, n, folder, timeout, send, payload)
+                of_rank = (rank, n, folder, timeout, device, send, payload)
                 process = context.Process(target=_rank_main, args=of_rank, name=f"rank{rank}", daemon=True)
                 process.start()
                 send.close()
@@ -113,10 +128,19 @@ def _attempt(n: int, payload: bytes, timeout: float) -> list[Any]:
                 process.join()
 
 
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _fork_server() -> Any:
     # The server reads both at its start: what it loads, and how many threads torch takes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if _num_gpus() == 0:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # What the server loads asks whether there is a GPU; the answer without this leaves forks unable to use one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if sys.platform == "linux":
         # gloo looks the machine's name up otherwise, which not every machine resolves.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -125,7 +149,9 @@ def _fork_server() -> Any:
     return context
 
 
-def _rank_main(rank: int, world: int, folder: str, timeout: float, send: Connection, payload: bytes) -> None:
+def _rank_main(
+    rank: int, world: int, folder: str, timeout: float, device: str, send: Connection, payload: bytes
+) -> None:
     stack = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  open as long as the process: a signal writes it
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     with open(Path(folder) / f"stderr{rank}", "wb") as errors:
@@ -134,14 +160,20 @@ def _rank_main(rank: int, world: int, folder: str, timeout: float, send: Connect
     try:
         import torch
         import torch.distributed as dist
+        from torch.utils._pytree import tree_map_only
 
         torch.set_num_threads(1)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         fn, args = pickle.loads(payload)
-        store = f"file://{folder}/store"
         dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
         )
-        result = fn(rank, world, *args)
+        result = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), fn(rank, world, *args))
         send.send_bytes(pickle.dumps((True, result)))
     except BaseException as error:
         send.send_bytes(pickle.dumps((False, _portable(error), traceback.format_exc())))

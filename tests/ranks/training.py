@@ -21,6 +21,12 @@ def make_actor(grad_clip: float = 1.0, **layout: Any) -> ActorConfig:
     return ActorConfig(optim=optim, **layout)
 
 
+def rank_device() -> torch.device:
+    """Where this rank computes: the GPU that run_ranks gave it, or the CPU."""
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def build(
     folder: str,
     actor: ActorConfig,
@@ -38,7 +44,7 @@ def build(
     from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource
 
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
-    policy = build.build_policy(read_model_shape(folder), actor, dtype, torch.device("cpu"))
+    policy = build.build_policy(read_model_shape(folder), actor, dtype, rank_device())
     convert.load_hf(policy, SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
     return build.make_trainable(policy, actor, total_steps)
 

@@ -1,0 +1,93 @@
+"""On GPUs: engines with CUDA graphs on the actor's memory, of one rank and of two, follow every update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_vllm_tp import _config
+from tests.ranks.run_ranks import run_ranks
+from tests.ranks.tiny import random_batch, save_tiny
+from tests.ranks.training import build
+
+pytestmark = pytest.mark.gpu
+VERSIONS = range(3)
+# Longer than two blocks of the prefix cache: stale blocks would show.
+PROMPTS = ((5, 17, 9), (40,) * 20, tuple(range(2, 120)) * 2)
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ("rollout.tp=1", "cluster.n_gpus_per_node=1")),
+    "tp2": (2, ("actor.tp=2", "actor.sequence_parallel=true")),
+    "pp2": (2, ("actor.pp=2",)),
+    "dp2": (2, ()),
+    "tp2-pp2": (4, ("actor.tp=2", "actor.pp=2", "cluster.n_gpus_per_node=4")),
+}
+
+
+def _greedy(engine: Any) -> list[tuple[int, ...]]:
+    from megatron_rl.rollout.engine import Request, Sampling
+
+    sampling = Sampling(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=24, stop_token_ids=())
+    return [samples[0].token_ids for samples in engine.generate([Request(prompt) for prompt in PROMPTS], sampling)]
+
+
+def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Greedy tokens after each publish, the engine asleep between them; and of a fresh engine that vLLM loads."""
+    from dataclasses import replace
+
+    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.mcore import convert, step
+    from megatron_rl.parallel.topology import topology_of
+    from megatron_rl.rollout.engine import make_engine
+    from megatron_rl.trainers.placement import engine_order
+    from megatron_rl.workers.colocated import Lending, engine_layout, engine_settings, start_engine
+
+    own = ("cluster.device=cuda", "model.dtype=bfloat16", "rollout.kv_cache_gb=1", "rollout.gpu_memory_utilization=0.1")
+    cfg = _config(folder, *own, *overrides)
+    assert not cfg.rollout.enforce_eager and cfg.rollout.free_cache_engine
+    trainable = build(folder, cfg.actor, world, "bfloat16")
+    policy = trainable.policy
+    layout = engine_layout(cfg, engine_order(cfg, policy.shape, topology_of(cfg.actor, world)))
+    lending = Lending(lambda: None, lambda: None, lambda dtype: convert.export_hf(policy, dtype))
+    engine, publisher = start_engine(cfg, policy, layout, device="cuda", rank=rank, lending=lending)
+    found: dict[str, Any] = {"shared": len(engine.shared), "reports": [], "shared engine": [], "fresh engine": []}
+    exports = []
+    for version in VERSIONS:
+        found["reports"].append(publisher.publish(version, expect_change=version > 0))
+        found["shared engine"].append(_greedy(engine))
+        exports.append({name: tensor.clone() for name, tensor in convert.export_hf(policy, torch.bfloat16)})
+        engine.sleep()
+        step.train_step(trainable, [random_batch(7 + version, (30, 41), 128)], nll_loss, 1.0)
+    engine.close()
+    fresh = make_engine(replace(engine_settings(cfg, policy.shape, "cuda", layout, rank), free_cache_engine=False))
+    for version in VERSIONS:
+        fresh.update_weights(exports[version].items(), version)
+        found["fresh engine"].append(_greedy(fresh))
+    fresh.close()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_engines_with_graphs_on_the_actors_memory_follow_it(tmp_path: Path, name: str) -> None:
+    """CUDA graphs, sleep and wake, three versions: answers equal those of an engine of its own memory that vLLM loaded
+    whole; ranks answer alike; bytes between ranks are the minimum.
+    """
+    world, overrides = LAYOUTS[name]
+    folder = save_tiny(
+        tmp_path / "model",
+        tied=False,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    ranks = run_ranks(world, _follow_on_rank, folder, overrides, timeout=400.0, device="cuda")
+    for rank in ranks:
+        assert rank["shared"] > 0
+        assert rank["shared engine"] == rank["fresh engine"]
+        assert rank["shared engine"][0] != rank["shared engine"][-1], "the updates change the answers"
+        assert all(report.moved_bytes == report.minimum_bytes for report in rank["reports"]), "W4"
+    answers = [rank["shared engine"] for rank in ranks]
+    assert all(answer == answers[0] for answer in answers)
