@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from examples.quickstart.make_data import make
+from tests.e2e.stack import needs_cpu_engine
 from tests.e2e.test_runs import DP2, GRPO, _run
 
 FIELDS = {
@@ -21,6 +22,7 @@ FIELDS = {
 }
 
 
+@needs_cpu_engine
 @pytest.mark.slow
 def test_grpo_of_experts_on_two_expert_parallel_workers(tmp_path: Path) -> None:
     """N8: engines on each rank agree with the split model; the saved model is whole."""

@@ -13,6 +13,7 @@ import pytest
 from examples.quickstart.make_data import make
 from megatron_rl import trainers
 from megatron_rl.config.load import load_config
+from tests.e2e.stack import needs_cpu_engine
 from tests.ranks.run_ranks import run_ranks
 
 REPO = Path(__file__).resolve().parents[2]
@@ -69,6 +70,7 @@ def test_n2_sft_on_two_ray_workers_equals_one_rank(data: Path, one_rank: list[fl
     assert losses == pytest.approx(one_rank, abs=1e-4)
 
 
+@needs_cpu_engine
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_grpo_runs_on_two_ray_workers(data: Path, one_rank: list[float], layout: str) -> None:
     """GRPO with vLLM on DP 2 and TP 2, with every optional node of the flow: mini-batches, KL in loss and in reward. On
@@ -133,6 +135,7 @@ def _generate_with_vllm(rank: int, world: int, folder: str) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+@needs_cpu_engine
 def test_saved_weights_open_in_transformers_and_vllm_as_they_are(data: Path, one_rank: list[float]) -> None:
     from transformers import pipeline
 

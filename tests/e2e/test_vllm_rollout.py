@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import ReshardError, RolloutError
+from tests.e2e.stack import needs_cpu_engine
 from tests.ranks.run_ranks import run_ranks
 from tests.ranks.tiny import load_hf_model, random_batch, save_tiny
 from tests.ranks.training import build, make_actor
@@ -118,6 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny(tmp_path_factory.mktemp("vllm") / "model", "qwen2", tied=True)
 
 
+@needs_cpu_engine
 def test_w7_w8_engine_follows_the_trainer_through_three_updates(folder: str) -> None:
     """W7: within 1e-4 before and after each of three updates, prefix caching on, prompts of up to 300 tokens. W8
     too.
@@ -153,6 +155,7 @@ def _experts_on_rank(rank: int, world: int, folder: str) -> list[float]:
     return gaps
 
 
+@needs_cpu_engine
 @pytest.mark.parametrize(("family", "ep"), [("qwen3_moe", 2), pytest.param("mixtral", 1, marks=pytest.mark.slow)])
 def test_w7_engines_of_expert_parallel_ranks_hold_all_experts(tmp_path: Path, family: str, ep: int) -> None:
     """W7 with experts: each rank trains its part of them, and each engine samples from all of them.
@@ -164,6 +167,7 @@ def test_w7_engines_of_expert_parallel_ranks_hold_all_experts(tmp_path: Path, fa
         assert max(gaps) < 1e-4, gaps
 
 
+@needs_cpu_engine
 def test_max_model_len_is_an_error_and_never_a_cut(tmp_path: Path) -> None:
     from megatron_rl.rollout.engine import Request, Sampling, make_engine
 

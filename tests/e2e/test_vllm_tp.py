@@ -14,6 +14,7 @@ from megatron_rl.errors import ReshardError, RolloutError
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.engine_spec import engine_params, live_params
 from megatron_rl.weights.spec import LocalParam, megatron_params
+from tests.e2e.stack import needs_cpu_engine
 from tests.e2e.test_vllm_rollout import _gaps, _settings
 from tests.ranks.run_ranks import run_ranks
 from tests.ranks.tiny import load_hf_model, random_batch, save_tiny
@@ -113,6 +114,7 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     return found
 
 
+@needs_cpu_engine
 def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> None:
     """Greedy outputs equal transformers', before and after an update, and both ranks sample alike, with seeds and
     without.
@@ -195,6 +197,7 @@ def _families_on_rank(rank: int, world: int, folders: dict[str, str]) -> dict[st
     return found
 
 
+@needs_cpu_engine
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: int) -> None:
@@ -252,6 +255,7 @@ def _apart_on_rank(rank: int, world: int, folder: str) -> list[Any]:
     return found
 
 
+@needs_cpu_engine
 @pytest.mark.slow
 def test_an_engine_on_other_ranks_than_the_trainer_takes_any_of_them_in_any_order(folder: str) -> None:
     """Ranks 2 and 0 of three, in this order; rank 1, which trains, has no part in building it."""
