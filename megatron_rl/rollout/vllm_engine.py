@@ -125,7 +125,7 @@ class VllmEngine:
             arguments = self._arguments(ranks) | {"load_format": vllm_loader.LOAD_FORMAT}
             self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
         set_num_threads(threads)
-        self._part = self._find_part(ranks)
+        self._part = self._find_part()
         self._shared = frozenset(shared)
         if self._on_cpu:
             # Packed experts cannot be read back; on CPU there is memory for both forms.
@@ -172,10 +172,14 @@ class VllmEngine:
             arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
         return arguments
 
-    def _find_part(self, ranks: tuple[int, ...]) -> EnginePart:
-        tp, rank = max(len(ranks), 1), ranks.index(torch.distributed.get_rank()) if ranks else 0
-        experts = self._llm.llm_engine.vllm_config.parallel_config.enable_expert_parallel
-        return EnginePart(tp, rank, *((tp, rank) if experts else (1, 0)))
+    def _find_part(self) -> EnginePart:
+        from vllm.distributed import parallel_state
+
+        tp = parallel_state.get_tp_group()
+        if not self._llm.llm_engine.vllm_config.parallel_config.enable_expert_parallel:
+            return EnginePart(tp.world_size, tp.rank_in_group)
+        ep = parallel_state.get_ep_group()
+        return EnginePart(tp.world_size, tp.rank_in_group, ep.world_size, ep.rank_in_group)
 
     @property
     def part(self) -> EnginePart | None:

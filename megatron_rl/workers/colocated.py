@@ -11,13 +11,14 @@ import torch
 
 from megatron_rl.config.layout import ModelShape
 from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import ReshardError
 from megatron_rl.parallel.links import Links
 from megatron_rl.reshard.alias import Sharing, find_sharing, sharing_off
 from megatron_rl.reshard.execute import Transfer
 from megatron_rl.reshard.plan import Shard, make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, whole_shards
-from megatron_rl.rollout.engine import EngineSettings, RolloutEngine, make_engine
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.engine_spec import live_params
 
@@ -75,8 +76,8 @@ def start_engine(
 ) -> tuple[RolloutEngine, WeightPublisher]:
     """Build this rank's engine, on the actor's memory where it can be, and what fills the rest. All ranks call it.
 
-    Raises ReshardError where the engine's parameters are not those of the model's table, by name; RolloutError where
-    the engine cannot be built.
+    Raises ReshardError where the engine's parameters are not those of the model's table, by name, or are another rank's
+    part; RolloutError where the engine cannot be built.
     """
     from megatron_rl.mcore import shards
     from megatron_rl.mcore.build import DTYPES
@@ -106,6 +107,7 @@ def start_engine(
 
     tensors = held() if sharing.shared else {}
     engine = make_engine(settings, {name: tensors[source] for name, source in sharing.shared.items()})
+    check_part(engine.part, layout, rank)
     transfer = Transfer(
         make_plan(
             trainers,
@@ -127,6 +129,16 @@ def start_engine(
         return held()
 
     return engine, ReshardPublisher(transfer, engine, sources, lent_back=lending.lent_back)
+
+
+def check_part(part: EnginePart | None, layout: EngineLayout, rank: int) -> None:
+    """Raise ReshardError where an engine says that it holds another part of the parameters than the plan was made
+    for: shapes would agree, and weights be another rank's.
+    """
+    slot = layout.ranks.index(rank)
+    wanted = EnginePart(layout.tp, slot % layout.tp, layout.ep, slot % layout.ep)
+    if part is not None and part != wanted:
+        raise ReshardError(f"rank {rank}: the engine holds {part}, and the plan was made for {wanted}")
 
 
 def _full_publisher(engine: RolloutEngine, policy: Policy, dtype: torch.dtype, lending: Lending) -> FullPublisher:

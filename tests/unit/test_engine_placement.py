@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.config.layout import read_model_shape
+from megatron_rl.errors import ReshardError
 from megatron_rl.parallel.topology import Topology, topology_of
+from megatron_rl.reshard.shards import EngineLayout
+from megatron_rl.rollout.engine import EnginePart
 from megatron_rl.trainers.placement import engine_order, rank_grid
-from megatron_rl.workers.colocated import engine_layout, engine_settings
+from megatron_rl.workers.colocated import check_part, engine_layout, engine_settings
 from tests.unit.config_helpers import load, make_model
 
 
@@ -34,3 +39,14 @@ def test_slots_go_to_the_ranks_that_hold_most_of_them(tmp_path: Path) -> None:
     assert settings[0] == settings[2] and settings[1] == settings[3] and settings[0].seed != settings[1].seed
     plain = load(tmp_path, "cluster.n_gpus_per_node=4")
     assert engine_order(plain, shape, topology_of(plain.actor, 4)) == (0, 1, 2, 3)
+
+
+def test_an_engine_of_another_part_than_the_plans_is_refused() -> None:
+    """The shapes of both parts are the same: only the engine's own word tells them apart."""
+    dense, experts = EngineLayout(2, 1, (2, 0, 3, 1)), EngineLayout(2, 2, (0, 1))
+    check_part(EnginePart(2, 1), dense, rank=1)
+    check_part(EnginePart(2, 1, 2, 1), experts, rank=1)
+    check_part(None, dense, rank=0)
+    for part, layout, rank in ((EnginePart(2, 0), dense, 0), (EnginePart(2, 1), experts, 1), (EnginePart(), dense, 2)):
+        with pytest.raises(ReshardError, match=rf"rank {rank}: the engine holds .* the plan was made for"):
+            check_part(part, layout, rank)
