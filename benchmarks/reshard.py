@@ -34,7 +34,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.actor import ActorConfig
-from megatron_rl.config.layout import ModelShape, stage_layers
+from megatron_rl.config.layout import ModelShape
+from megatron_rl.parallel.topology import topology_of
+from megatron_rl.reshard.account import Trainers, colocated_layout
+from megatron_rl.reshard.plan import Shard, make_plan
+from megatron_rl.reshard.shards import engine_shards, trainer_shards
+from megatron_rl.reshard.tables import FamilyTable
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.spec import LocalParam, megatron_params
 
@@ -162,15 +167,16 @@ class counted_collectives:
 
 
 def reshard(
-    case: Case, rank: int, policy: Any, engine: dict[str, torch.Tensor], shards: list[Any], cap_bytes: int
+    case: Case, rank: int, policy: Any, engine: dict[str, torch.Tensor], shards: list[Shard], cap_bytes: int
 ) -> tuple[Callable[[], Cost], int]:
     """This package; and the plan's minimum for this rank."""
-    from megatron_rl.mcore.shards import live_parameters, trainer_shards
+    from megatron_rl.mcore.shards import live_parameters
     from megatron_rl.parallel.links import Links
     from megatron_rl.reshard.execute import Live, Transfer
-    from megatron_rl.reshard.plan import make_plan
 
-    trainers = trainer_shards(policy, case.world)
+    shape, actor = policy.shape, policy.parallel
+    stages = actor.stages(shape.num_layers)
+    trainers = trainer_shards(shape, FAMILIES[shape.architecture], topology_of(actor, case.world), stages)
     plan = make_plan(trainers, shards)
     sides = trainers[rank].params, shards[rank].params
     transfer = Transfer(plan, Links(), *sides, trainer_dtype=DTYPE, engine_dtype=DTYPE, cap_bytes=cap_bytes)
@@ -296,19 +302,12 @@ def _megatron_twin(shape: ModelShape, tp: int, rank: int) -> torch.nn.Module:
     return root
 
 
-def _searched_order(case: Case, shape: ModelShape) -> tuple[int, ...]:
-    """The rank of each engine slot, as runs choose it: where the trainer's shards cover most."""
-    from megatron_rl.parallel.topology import topology_of
-    from megatron_rl.reshard.plan import bundles_of
-    from megatron_rl.reshard.search import best_order, overlaps_of
-    from megatron_rl.reshard.shards import kind_shards, trainer_shards
-
-    actor, family, ranks = ActorConfig(**case.layout), FAMILIES[shape.architecture], tuple(range(case.world))
-    stages = stage_layers(shape.num_layers, actor.pp, actor.vpp)
-    trained = trainer_shards(shape, family, topology_of(actor, case.world), stages)
-    bundles, _ = bundles_of(trained, kind_shards(shape, family, tp=case.engine_tp))
-    overlaps = overlaps_of(bundles, ranks, case.engine_tp)
-    return best_order(overlaps, ranks, num_kinds=case.engine_tp, gpus_per_node=case.world)
+def _engine_shards(case: Case, shape: ModelShape) -> list[Shard]:
+    """What each rank of the engines needs, on the ranks that runs choose: where the trainer's shards cover most."""
+    actor, family = ActorConfig(**case.layout), FAMILIES[shape.architecture]
+    trainers = Trainers(topology_of(actor, case.world), actor.stages(shape.num_layers))
+    layout = colocated_layout(FamilyTable(shape, family), trainers, tp=case.engine_tp, gpus_per_node=case.world)
+    return sorted(engine_shards(shape, family, layout), key=lambda shard: shard.rank)
 
 
 # One process a rank.
@@ -334,8 +333,6 @@ def measure(rank: int, case: Case, options: Options, device: torch.device) -> di
     cpu.install()
     from megatron_rl.mcore import build, convert
     from megatron_rl.parallel import groups
-    from megatron_rl.parallel.topology import topology_of
-    from megatron_rl.reshard.shards import EngineLayout, engine_shards
     from megatron_rl.weights.safetensors import RandomSource
 
     actor, shape = ActorConfig(**case.layout), options.shape
@@ -343,11 +340,7 @@ def measure(rank: int, case: Case, options: Options, device: torch.device) -> di
     policy = build.build_policy(shape, actor, "bfloat16", device)
     source = RandomSource(1, 0.02)
     convert.load_hf(policy, source)
-    order = _searched_order(case, shape)
-    shards = sorted(
-        engine_shards(shape, FAMILIES[shape.architecture], EngineLayout(case.engine_tp, 1, order)),
-        key=lambda shard: shard.rank,
-    )
+    shards = _engine_shards(case, shape)
     params = list(shards[rank].params)
     engines = [{param.name: torch.zeros(param.shape, dtype=DTYPE, device=device) for param in params} for _ in range(2)]
     ours, minimum = reshard(case, rank, policy, engines[1], shards, options.cap_bytes)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import UserPath, section
+from megatron_rl.config.layout import stage_layers
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3", "abs"]
@@ -77,6 +78,11 @@ class ParallelConfig:
         if self.etp is not None:
             return self.etp
         return 1 if self.ep > 1 else self.tp
+
+    def stages(self, num_layers: int) -> list[list[range]]:
+        """[pp][vpp] layers of each model chunk; ValueError where they cannot be placed (layout.stage_layers)."""
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        return stage_layers(num_layers, self.pp, self.vpp, first, last)
 
 
 @section

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.config.checks import divisors, listed
-from megatron_rl.config.layout import ModelShape, inspect_model, stage_layers
+from megatron_rl.config.layout import ModelShape, inspect_model
 from megatron_rl.config.names import VLLM_HEAD_DIMS
 from megatron_rl.errors import Fault
 
@@ -249,9 +249,8 @@ def pipeline_stages(cfg: RunConfig) -> list[Fault]:
     shape, actor = _shape_of(cfg), cfg.actor
     if shape is None:
         return []
-    first, last = actor.num_layers_in_first_pipeline_stage, actor.num_layers_in_last_pipeline_stage
     try:
-        stage_layers(shape.num_layers, actor.pp, actor.vpp, first, last)
+        actor.stages(shape.num_layers)
     except ValueError as error:
         cure = (
             f"use a divisor of {shape.num_layers} layers, or give the first or last stage its own number "

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.actor import ActorConfig, OptimConfig, ParallelConfig
-from megatron_rl.config.layout import ModelShape, stage_layers
+from megatron_rl.config.layout import ModelShape
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.norm import RMSNorm
@@ -74,9 +74,7 @@ class Policy:
 
     def layers(self, stage: int, chunk: int) -> range:
         """Layers of a model chunk of a pipeline stage, by global number."""
-        parallel, shape = self.parallel, self.shape
-        first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
-        return stage_layers(shape.num_layers, parallel.pp, parallel.vpp, first, last)[stage][chunk]
+        return self.parallel.stages(self.shape.num_layers)[stage][chunk]
 
     @property
     def models(self) -> list[PolicyModel]:

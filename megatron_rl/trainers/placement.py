@@ -8,7 +8,7 @@ from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.resources import resolve_device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.actor import ActorConfig
-from megatron_rl.config.layout import ModelShape, read_critic_shape, read_model_shape, stage_layers
+from megatron_rl.config.layout import ModelShape, read_critic_shape, read_model_shape
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan, plan_batches
 from megatron_rl.parallel.collectives import keeps_group_order
@@ -28,17 +28,9 @@ def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple
     tp, ranks = cfg.rollout.tp, tuple(range(topology.world))
     if tp == 1:
         return ranks
-    actor, table = cfg.actor, FamilyTable(shape, FAMILIES[shape.architecture])
-    stages = stage_layers(
-        shape.num_layers,
-        actor.pp,
-        actor.vpp,
-        actor.num_layers_in_first_pipeline_stage,
-        actor.num_layers_in_last_pipeline_stage,
-    )
     return colocated_layout(
-        table,
-        Trainers(topology, stages),
+        FamilyTable(shape, FAMILIES[shape.architecture]),
+        Trainers(topology, cfg.actor.stages(shape.num_layers)),
         tp=tp,
         ep=engine_layout(cfg, ranks).ep,
         gpus_per_node=cfg.cluster.n_gpus_per_node,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +13,12 @@ from megatron_rl.config.layout import ModelShape
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ReshardError
 from megatron_rl.parallel.links import Links
+from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.alias import Sharing, find_sharing, sharing_off
 from megatron_rl.reshard.execute import Transfer
-from megatron_rl.reshard.plan import Shard, make_plan
+from megatron_rl.reshard.plan import make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
-from megatron_rl.reshard.shards import EngineLayout, engine_shards, whole_shards
+from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.engine_spec import live_params
@@ -94,8 +95,9 @@ def start_engine(
         else whole_shards(shape, family, sorted(layout.ranks))
     )
     by_rank = {shard.rank: shard.params for shard in engines}
-    needed = {block.hf_name for param in by_rank[rank] for block in param.blocks}
-    trainers = [_without_other_heads(shard, needed) for shard in shards.trainer_shards(policy, len(layout.ranks))]
+    # The model's own tensors: a value head, which the actor may have as well, is none of the engine's.
+    topology = topology_of(policy.parallel, len(layout.ranks))
+    trainers = trainer_shards(shape, family, topology, policy.parallel.stages(shape.num_layers))
     sharing = find_sharing(by_rank[rank], trainers[rank].params, _off(cfg, settings))
     _report(sharing)
 
@@ -148,13 +150,6 @@ def _full_publisher(engine: RolloutEngine, policy: Policy, dtype: torch.dtype, l
 
     held = sum(param.numel() for model in policy.models for param in model.parameters())
     return FullPublisher(engine, export, held_bytes=held * dtype.itemsize, lent_back=lending.lent_back)
-
-
-def _without_other_heads(shard: Shard, needed: set[str]) -> Shard:
-    """Trained parameters that engines take: a value head is none of them."""
-    return replace(
-        shard, params=tuple(param for param in shard.params if all(block.hf_name in needed for block in param.blocks))
-    )
 
 
 def _off(cfg: RunConfig, settings: EngineSettings) -> str | None:

@@ -16,6 +16,8 @@ import torch
 
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.errors import ReshardError, RolloutError
+from megatron_rl.parallel.topology import topology_of
+from megatron_rl.reshard.shards import trainer_shards
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.spec import LocalParam
 from tests.ranks.run_ranks import run_ranks
@@ -123,7 +125,7 @@ def _case(rank: int, world: int, folder: str, case: Case) -> list[Any]:
     from megatron.core import parallel_state
 
     from megatron_rl.mcore import convert
-    from megatron_rl.mcore.shards import live_parameters, trainer_shards
+    from megatron_rl.mcore.shards import live_parameters
     from megatron_rl.parallel.links import Links
     from megatron_rl.reshard.execute import Transfer
     from megatron_rl.reshard.plan import make_plan
@@ -131,7 +133,8 @@ def _case(rank: int, world: int, folder: str, case: Case) -> list[Any]:
 
     actor, tp = make_actor(**case.layout), case.engine_tp
     policy = build(folder, actor, world, case.dtypes[0]).policy
-    trainers = trainer_shards(policy, world)
+    stages = actor.stages(policy.shape.num_layers)
+    trainers = trainer_shards(policy.shape, FAMILIES[policy.shape.architecture], topology_of(actor, world), stages)
     engines = _engine_shards(folder, [range(first, first + tp) for first in range(0, world, tp)], case.ep)
     of_trainer, of_engine = (getattr(torch, dtype) for dtype in case.dtypes)
     engine = PlainEngine(engines[rank].params, of_engine)
