@@ -172,7 +172,7 @@ def reshard(
     """This package; and the plan's minimum for this rank."""
     from megatron_rl.mcore.shards import live_parameters
     from megatron_rl.parallel.links import Links
-    from megatron_rl.reshard.execute import Live, Transfer
+    from megatron_rl.reshard.execute import Side, Transfer
 
     shape, actor = policy.shape, policy.parallel
     stages = actor.stages(shape.num_layers)
@@ -182,10 +182,10 @@ def reshard(
     transfer = Transfer(plan, Links(), *sides, trainer_dtype=DTYPE, engine_dtype=DTYPE, cap_bytes=cap_bytes)
 
     def sync() -> Cost:
-        live = Live.of(live_parameters(policy), engine)
-        assert not transfer.faults(live)
-        moved = transfer.run(live, "benchmark")
-        transfer.wait(engine)
+        sources, targets = Side.of(live_parameters(policy)), Side.of(engine)
+        assert not transfer.faults(sources, targets)
+        moved = transfer.run(sources, targets, "benchmark")
+        transfer.wait(targets)
         return Cost(moved.received, moved.messages, moved.staging)
 
     return sync, plan.bytes_of(rank, DTYPE.itemsize).minimum

@@ -26,6 +26,7 @@ class CopyBatch:
         fast = [pair for pair in pairs if _in_one_piece(*pair)]
         slow = [pair for pair in pairs if not _in_one_piece(*pair)]
         self._to, self._source = [to for to, _ in slow], [source for _, source in slow]
+        # Addresses alone would not keep their memory.
         self._kept = fast
         self._tiles: Any = None
         if fast:

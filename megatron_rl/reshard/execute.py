@@ -48,36 +48,29 @@ def marks_of(tensors: Tensors) -> Marks:
 
 
 @dataclass(frozen=True)
-class Live:
-    """This rank's tensors of both sides, as one sync finds them. Marks are taken once: reading them costs more than
-    copying what sharing leaves.
+class Side:
+    """This rank's tensors of the trainer or of the engine, as one sync finds them. Marks are taken once: reading them
+    costs as much as copying what sharing leaves.
     """
 
-    sources: Tensors
-    targets: Tensors
-    source_marks: Marks
-    target_marks: Marks
+    tensors: Tensors
+    marks: Marks
 
     @staticmethod
-    def of(sources: Tensors, targets: Tensors) -> Live:
-        return Live(sources, targets, marks_of(sources), marks_of(targets))
-
-    def with_targets(self, targets: Tensors) -> Live:
-        return Live(self.sources, targets, self.source_marks, marks_of(targets))
-
-    @property
-    def marks(self) -> tuple[Marks, Marks]:
-        return self.source_marks, self.target_marks
+    def of(tensors: Tensors) -> Side:
+        return Side(tensors, marks_of(tensors))
 
 
 @dataclass
 class _Bound:
-    """Views into the live tensors, good for as long as these have their marks. local, aliased: bytes."""
+    """Views into the live tensors, good for as long as both sides have these marks. written: storages that the copies
+    write to. local, aliased: bytes.
+    """
 
     marks: tuple[Marks, Marks]
     padding: list[torch.Tensor]
-    copied: list[torch.Tensor]
     copies: CopyBatch
+    written: set[int]
     local: int
     aliased: int
 
@@ -128,36 +121,34 @@ class Transfer:
         smaller = self._trainer_dtype.itemsize < self._engine_dtype.itemsize
         return self._trainer_dtype if wave == 0 and smaller else self._engine_dtype
 
-    def faults(self, live: Live, shared: Collection[str] = ()) -> list[str]:
+    def faults(self, sources: Side, targets: Side, shared: Collection[str] = ()) -> list[str]:
         """Everything that keeps this rank from carrying out the plan: missing, surplus, misshaped or mistyped tensors,
         and memory shared where it must not be, or no longer where it must. Reads no values.
 
         shared: engine parameters that were made views of the trainer's.
         """
-        seen = live.marks, frozenset(shared)
+        seen = (sources.marks, targets.marks), frozenset(shared)
         if seen == self._faultless:
             return []
-        found = _differences("trainer", self._trainer, self._trainer_dtype, live.sources)
-        found += _differences("engine", self._engine, self._engine_dtype, live.targets)
-        found = found or self._parted(live, shared) + self._overlaps(live)
+        found = _differences("trainer", self._trainer, self._trainer_dtype, sources.tensors)
+        found += _differences("engine", self._engine, self._engine_dtype, targets.tensors)
+        found = found or self._parted(sources, targets, shared) + self._overlaps(sources, targets)
         if not found:
             self._faultless = seen
         return found
 
-    def _parted(self, live: Live, shared: Collection[str]) -> list[str]:
+    def _parted(self, sources: Side, targets: Side, shared: Collection[str]) -> list[str]:
         """Parameters that are not the trainer's memory any more, though the engine was built on it."""
-        copied = {to.untyped_storage().data_ptr() for to in self._bind(live).copied}
+        written = self._bind(sources, targets).written
         return [
             f"the engine's {name} was a view of the trainer's weights, and the trainer's were allocated anew since: "
             "what the engine captured reads the old memory"
             for name in shared
-            if live.targets[name].untyped_storage().data_ptr() in copied
+            if _storage(targets.tensors[name]) in written
         ]
 
-    def _overlaps(self, live: Live) -> list[str]:
+    def _overlaps(self, sources: Side, targets: Side) -> list[str]:
         """Engine parameters in the trainer's memory that the plan would write to."""
-        trained = {tensor.untyped_storage().data_ptr() for tensor in live.sources.values()}
-        written = {to.untyped_storage().data_ptr() for to in self._bind(live).copied}
         received = {
             place.param
             for rnd in self.rounds
@@ -165,27 +156,27 @@ class Transfer:
             for piece in bucket.pieces
             for place in self._from_engine.places(piece.move)
         }
-        written |= {live.targets[name].untyped_storage().data_ptr() for name in received}
-        shared = trained & written
+        written = self._bind(sources, targets).written | {_storage(targets.tensors[name]) for name in received}
+        shared = written & {_storage(tensor) for tensor in sources.tensors.values()}
         return [
             f"the engine's {name} lies in the trainer's memory, and not where its values are: a sync would overwrite "
             "the trainer's weights"
-            for name, tensor in live.targets.items()
-            if tensor.untyped_storage().data_ptr() in shared
+            for name, tensor in targets.tensors.items()
+            if _storage(tensor) in shared
         ]
 
     @torch.no_grad()
-    def run(self, live: Live, phase: str) -> Moved:
+    def run(self, sources: Side, targets: Side, phase: str) -> Moved:
         """Every byte of the engine's parameters on this rank, from trainers' and other engines' ranks.
 
         Rows of an engine parameter past its blocks (a padded vocabulary) become 0. Raises ReshardError at a deadline.
         On a GPU the last of it is queued, not done: see wait().
         """
-        bound = self._bind(live)
+        bound = self._bind(sources, targets)
         for rows in bound.padding:
             rows.zero_()
         bound.copies.run()
-        staging = self._travel(live.sources, live.targets, phase)
+        staging = self._travel(sources.tensors, targets.tensors, phase)
         return Moved(
             local=bound.local,
             aliased=bound.aliased,
@@ -195,32 +186,34 @@ class Transfer:
             staging=staging,
         )
 
-    def wait(self, targets: Tensors) -> None:
+    def wait(self, targets: Side) -> None:
         """Until a run is done on the device: an engine may read on another stream."""
-        if any(tensor.is_cuda for tensor in targets.values()):
+        if any(tensor.is_cuda for tensor in targets.tensors.values()):
             torch.cuda.current_stream().synchronize()
 
     # Within this rank.
 
     @torch.no_grad()
-    def _bind(self, live: Live) -> _Bound:
-        sources, targets = live.sources, live.targets
-        if self._bound is None or self._bound.marks != live.marks:
-            pairs = [copy for move in self._local for copy in self._local_copies(move, sources, targets)]
+    def _bind(self, sources: Side, targets: Side) -> _Bound:
+        marks = sources.marks, targets.marks
+        if self._bound is None or self._bound.marks != marks:
+            pairs = [
+                copy for move in self._local for copy in self._local_copies(move, sources.tensors, targets.tensors)
+            ]
             copies = [(to, source) for to, source in pairs if not _same_memory(to, source)]
-            written = {to.untyped_storage().data_ptr() for to, _ in copies}
+            written = {_storage(to) for to, _ in copies}
             padding = [
-                _flat_rows(targets[param.name])[sum(block.num_rows for block in param.blocks) :]
+                _flat_rows(targets.tensors[param.name])[sum(block.num_rows for block in param.blocks) :]
                 for param in self._engine
             ]
             # Padding of a parameter that is the trainer's own is the trainer's to keep.
-            trained = {tensor.untyped_storage().data_ptr() for tensor in sources.values()} - written
+            trained = {_storage(tensor) for tensor in sources.tensors.values()} - written
             local = sum(to.nbytes for to, _ in copies)
             self._bound = _Bound(
-                live.marks,
-                [rows for rows in padding if len(rows) and rows.untyped_storage().data_ptr() not in trained],
-                [to for to, _ in copies],
+                marks,
+                [rows for rows in padding if len(rows) and _storage(rows) not in trained],
                 CopyBatch(copies),
+                written,
                 local,
                 sum(to.nbytes for to, _ in pairs) - local,
             )
@@ -313,6 +306,11 @@ def _differences(side: str, params: Sequence[LocalParam], dtype: torch.dtype, he
         elif not tensor.is_contiguous():
             found.append(f"the {side}'s {name} is not contiguous")
     return sorted(found)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _flat_rows(tensor: torch.Tensor) -> torch.Tensor:

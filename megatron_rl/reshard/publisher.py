@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.errors import MegatronRLError, ReshardError
 from megatron_rl.parallel.links import Word
-from megatron_rl.reshard.execute import Live, Marks, Tensors, Transfer, marks_of
+from megatron_rl.reshard.execute import Marks, Side, Tensors, Transfer
 from megatron_rl.types import SyncReport
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -99,7 +99,7 @@ class FullPublisher:
 
         self._engine.update_weights(watched(), version)
         # All ranks see the same tensors, so that all raise.
-        if not self._watch.look(samples, marks_of(samples))() and expect_change:
+        if not self._watch.look(Side.of(samples))() and expect_change:
             raise ReshardError(_unchanged(version))
         self._lent_back()
         self._engine.wake()
@@ -142,14 +142,14 @@ class ReshardPublisher:
         transfer, engine = self._transfer, self._engine
         phase = f"sync of weight version {version}"
         faults: list[str] = []
-        sources = self._sources() if self._sources is not None else {}
-        live = Live.of(sources, {})
-        changed = self._watch.look(sources, live.source_marks)
+        sources = Side.of(self._sources() if self._sources is not None else {})
+        targets = Side.of({})
+        changed = self._watch.look(sources)
         try:
             if engine is not None:
                 engine.begin_update()
-                live = live.with_targets(engine.parameters())
-            faults = transfer.faults(live, engine.shared if engine is not None else ())
+                targets = Side.of(engine.parameters())
+            faults = transfer.faults(sources, targets, engine.shared if engine is not None else ())
         except MegatronRLError as error:
             # Told to all ranks, which would otherwise wait for this one.
             faults.append(str(error))
@@ -159,13 +159,13 @@ class ReshardPublisher:
         _judge(words, phase)
         if expect_change and not any(word.flag for word in words):
             raise ReshardError(_unchanged(version))
-        moved = transfer.run(live, phase)
+        moved = transfer.run(sources, targets, phase)
         if engine is not None:
             engine.end_update(version)
         self._lent_back()
         if engine is not None:
             engine.wake()
-        transfer.wait(live.targets)
+        transfer.wait(targets)
         if engine is not None:
             _check_version(engine, version)
         planned = transfer.planned()
@@ -201,12 +201,12 @@ class PayloadWatch:
         self._before: dict[_Kind, torch.Tensor] = {}
 
     @torch.no_grad()
-    def look(self, tensors: Tensors, marks: Marks) -> Callable[[], bool]:
+    def look(self, side: Side) -> Callable[[], bool]:
         """Take samples; the answer waits for them, and makes them those that the next look compares with. True in the
-        first look too; False where there are no tensors. marks: theirs.
+        first look too; False where there are no tensors.
         """
-        if marks != self._marks:
-            self._marks, self._views = marks, _sample_views(tensors)
+        if side.marks != self._marks:
+            self._marks, self._views = side.marks, _sample_views(side.tensors)
         now = {kind: torch.cat(parts) for kind, parts in self._views.items()}
         before = self._before
         same = [kind for kind, found in now.items() if kind in before and before[kind].shape == found.shape]

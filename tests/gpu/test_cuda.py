@@ -13,6 +13,7 @@ from examples.quickstart.make_data import make
 from megatron_rl import trainers
 from megatron_rl.config.load import load_config
 from megatron_rl.types import TrainBatch
+from tests.ranks.run_ranks import require_gpus
 
 pytestmark = pytest.mark.gpu
 REPO = Path(__file__).resolve().parents[2]
@@ -76,8 +77,7 @@ def test_grpo_learns_on_gpus(sft: Path, tmp_path: Path, name: str) -> None:
     sleep, publish, wake each step; N8 within bounds.
     """
     gpus, settings = RUNS[name]
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs, there are {torch.cuda.device_count()}")
+    require_gpus(gpus)
     own = [f"model.path={sft / 'sft' / 'final'}", "trainer.total_training_steps=8", "actor.optim.lr_warmup_steps=0"]
     own += ["rollout.gpu_memory_utilization=0.2", f"cluster.n_gpus_per_node={gpus}"]
     steps = [row for row in _train("grpo", sft, tmp_path, *own, *settings) if "reward/mean" in row]

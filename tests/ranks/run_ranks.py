@@ -73,11 +73,6 @@ class RanksTimedOut(RuntimeError):
     """Ranks that did not answer in time; the message names them and shows where each one stood."""
 
 
-def device_of_ranks() -> str:
-    """cpu, or cuda where the environment asks for it (RANKS_DEVICE)."""
-    return os.environ.get("RANKS_DEVICE", "cpu")
-
-
 def run_ranks(
     n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, device: str | None = None
 ) -> list[Any]:
@@ -85,7 +80,7 @@ def run_ranks(
 
     `fn` is a module's top-level function, so that another process finds it; arguments and results are pickled
     (tensors by value, on the CPU). The seconds of `timeout` run from when all processes have started. device: cpu
-    (gloo) or cuda (nccl); device_of_ranks() where not given.
+    (gloo) or cuda (nccl); RANKS_DEVICE where not given.
 
     Raises the exception of the first rank that failed, with rank and traceback of every failed rank as notes;
     RankFailed when that rank died instead; RanksTimedOut at the deadline. No process outlives the call.
@@ -94,9 +89,9 @@ def run_ranks(
         payload = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"run_ranks: {fn!r} and its arguments must be picklable ({error})") from error
-    device = device or device_of_ranks()
-    if device == "cuda" and _num_gpus() < n:
-        pytest.skip(f"needs {n} GPUs, there are {_num_gpus()}")
+    device = device or os.environ.get("RANKS_DEVICE", "cpu")
+    if device == "cuda":
+        require_gpus(n)
     try:
         return _attempt(n, payload, timeout, device)
     except _GlooThreadDied as error:
@@ -126,6 +121,12 @@ def _attempt(n: int, payload: bytes, timeout: float, device: str) -> list[Any]:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def require_gpus(n: int) -> None:
+    """Skip the test where there are fewer."""
+    if _num_gpus() < n:
+        pytest.skip(f"needs {n} GPUs, there are {_num_gpus()}")
 
 
 def _num_gpus() -> int:
