@@ -8,16 +8,21 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.arithmetic import Row, batch_table, format_table, layout_table
 from megatron_rl.config.idle import idle_settings
+from megatron_rl.config.keys import as_markdown, find_keys, near_words
+from megatron_rl.config.keys import as_text as list_of_keys
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
 from megatron_rl.errors import ConfigError, Fault, MegatronRLError
+from megatron_rl.observe.versions import versions_line
 from megatron_rl.reshard import request as plan_request
 from megatron_rl.reshard.report import as_json, as_text, make_report
 
@@ -26,6 +31,7 @@ VERBS: dict[str, str] = {
     "train": "run the training that the config describes",
     "eval": "score the model on data.val_files",
     "export": "write the model's weights in Hugging Face form",
+    "keys": "list the keys of a run with type, choices, default and meaning: all, a section's, or those with a word",
     "plan": "reckon the bytes, seconds and memory of a weight sync between two layouts; needs no GPU",
     "report": "comes in a later version",
 }
@@ -33,19 +39,50 @@ REFUSED = 2
 """Exit code when the config, the data or the machine cannot do what was asked; the reason is on stderr."""
 
 
+PIPE_CLOSED = 141
+"""Exit code when the reader of a listing went away (`megatron-rl check ... | head`): 128 + SIGPIPE, as in a shell."""
+LISTINGS = ("check", "keys", "plan", "--help", "--version")
+"""What only prints, and so has nothing left to do when nobody reads on."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the process's exit code. Errors that are not the user's to mend are raised."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments[0] if arguments else "--help"
-    if verb in ("-h", "--help", "help"):
+    verb = {"-h": "--help", "help": "--help", "version": "--version"}.get(verb, verb)
+    if verb not in LISTINGS:
+        return _run(verb, arguments)
+    try:
+        code = _run(verb, arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more when it ends, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    if verb == "--help":
         print(_overview())
         return 0 if arguments else REFUSED
+    if verb == "--version":
+        print(versions_line())
+        return 0
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         print(f"megatron-rl: there is no verb {verb!r}; {hint}verbs: {', '.join(VERBS)}", file=sys.stderr)
         return REFUSED
-    options = _parser(verb).parse_intermixed_args(arguments[1:])
+    parser = _parser(verb)
+    for argument in arguments[1:]:
+        hint = _dashed_key(parser, argument)
+        if hint:
+            print(f"megatron-rl {verb}: {argument}: there is no such option -- {hint}", file=sys.stderr)
+            return REFUSED
+    options = parser.parse_intermixed_args(arguments[1:])
+    if verb == "keys":
+        return _keys(options)
     if verb == "report":
         print(
             f"megatron-rl {verb}: comes in a later version; use `megatron-rl check` for the layout",
@@ -70,6 +107,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
 
 
+def _dashed_key(parser: argparse.ArgumentParser, argument: str) -> str:
+    """What to write in place of an option that is really a setting (--actor.tp=2, --tp 2); "" where it is none."""
+    name, _, value = argument.partition("=")
+    if not name.startswith("--") or name == "--" or name in parser.format_usage() or name == "--help":
+        return ""
+    key, schema = name.removeprefix("--").replace("-", "_"), run_schema()
+    meant = [key] if schema.key_of(key) else schema.suggest(key)
+    if not meant:
+        return ""
+    written = [f"{name}={value or '...'}" for name in meant]
+    return f"settings are written without dashes: {' or '.join(written)}"
+
+
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(config files, key=value overrides). An override has its '=' before any path separator."""
     overrides = [text for text in arguments if "=" in text and "/" not in text.partition("=")[0]]
@@ -81,7 +131,8 @@ def _overview() -> str:
     return (
         "megatron-rl VERB CONFIG.yaml [MORE.yaml ...] [key=value ...]\n\n"
         "Config files are merged from left to right, then come the overrides (actor.optim.lr=1e-6).\n\n"
-        f"verbs:\n{verbs}\n\nmegatron-rl VERB --help shows the verb's options."
+        f"verbs:\n{verbs}\n\nmegatron-rl VERB --help shows the verb's options, "
+        "megatron-rl --version the versions in use."
     )
 
 
@@ -89,6 +140,10 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"megatron-rl {verb}", description=f"{verb}: {VERBS[verb]}", allow_abbrev=False
     )
+    if verb == "keys":
+        parser.add_argument("words", nargs="*", metavar="SECTION | WORD", help="only these; all keys when left out")
+        parser.add_argument("--write", metavar="FILE.md", help="write the list of all keys as a page, docs/config.md")
+        return parser
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG.yaml | key=value", help="config files, then single settings"
     )
@@ -154,6 +209,22 @@ def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list
         "verl_accepted": [asdict(accepted) for accepted in resolved.accepted],
         "keys": keys,
     }
+
+
+def _keys(options: argparse.Namespace) -> int:
+    schema = run_schema()
+    if options.write is not None:
+        Path(options.write).write_text(as_markdown(schema), encoding="utf-8")
+        print(f"wrote {options.write}: {len(schema.keys)} keys")
+        return 0
+    keys = find_keys(schema, options.words)
+    if keys:
+        print(list_of_keys(keys))
+        return 0
+    near = near_words(schema, options.words)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(sorted(schema.sections))}"
+    print(f"megatron-rl keys: no key has {' '.join(options.words)!r} in its name or meaning -- {hint}", file=sys.stderr)
+    return REFUSED
 
 
 def _plan(files: list[str], overrides: list[str], options: argparse.Namespace) -> int:

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import UserPath, section
+from megatron_rl.config.base import OneOf, UserPath, section
 from megatron_rl.config.layout import stage_layers
+from megatron_rl.config.names import LOSS_MODES
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3", "abs"]
@@ -114,7 +115,7 @@ class ActorConfig(ParallelConfig):
     """Temperature of sapo's soft gate where the advantage is positive."""
     tau_neg: PositiveFloat = 1.05
     """Temperature of sapo's soft gate elsewhere: higher closes it faster."""
-    loss_mode: str = "ppo_clip"
+    loss_mode: Annotated[str, OneOf(LOSS_MODES)] = "ppo_clip"
     """Policy loss: a name of megatron_rl.algos.LOSSES."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; always over the global mini-batch."""

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megatron_rl.config.actor import KlType
-from megatron_rl.config.base import section
+from megatron_rl.config.base import OneOf, section
+from megatron_rl.config.names import ADV_ESTIMATORS, VALUE_ESTIMATORS
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -84,7 +85,7 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     name: Literal["grpo", "ppo", "sft"] = "grpo"
     """The trainer that runs: one file of megatron_rl.trainers each."""
-    adv_estimator: str = "grpo"
+    adv_estimator: Annotated[str, OneOf((*ADV_ESTIMATORS, *VALUE_ESTIMATORS))] = "grpo"
     """Advantage estimator: a name of megatron_rl.algos.ADVANTAGES."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation (GRPO); false is Dr.GRPO's form."""

