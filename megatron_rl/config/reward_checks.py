@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,16 @@ from megatron_rl.config.checks import unknown_name
 from megatron_rl.config.layout import inspect_model
 from megatron_rl.config.names import REWARD_NAMES
 from megatron_rl.config.reward import JudgeConfig, RewardConfig, RewardModelConfig
-from megatron_rl.config.reward_terms import First, Reward, Sum, Term, parse_reward, rewards_in
+from megatron_rl.config.reward_terms import (
+    LARGEST_SCORE,
+    First,
+    Reward,
+    Sum,
+    Term,
+    numbers_in,
+    parse_reward,
+    rewards_in,
+)
 from megatron_rl.errors import Fault
 
 if TYPE_CHECKING:
@@ -137,6 +147,43 @@ def reward_functions(cfg: RunConfig) -> list[Fault]:
         elif place.endswith(".py") or "/" in place:
             faults += reward_file(spec, Path(place), name)
     return faults
+
+
+def reward_numbers(cfg: RunConfig) -> list[Fault]:
+    """Scores that the section itself holds are finite, and small enough to be trained on."""
+    if not cfg.is_rl:
+        return []
+    reward = cfg.reward
+    numbers = {
+        "reward.failed_score": reward.failed_score,
+        "reward.judge.lowest": reward.judge.lowest,
+        "reward.judge.highest": reward.judge.highest,
+    }
+    faults = [
+        Fault(key, number, fault, "write a number such as 0 or -1")
+        for key, number in numbers.items()
+        if (fault := _number_fault(number)) is not None
+    ]
+    plan, _ = plan_rewards(reward)
+    terms = (
+        {}
+        if plan is None
+        else {"reward.function": plan.default}
+        | {f"reward.by_source.{name}": term for name, term in plan.by_source.items()}
+    )
+    for key, term in terms.items():
+        text = reward.function if key == "reward.function" else reward.by_source[key.split(".", 2)[2]]
+        for number in numbers_in(term):
+            fault = _number_fault(number)
+            if fault is not None:
+                faults.append(Fault(key, text, f"its number {number:g} {fault}", "write a smaller number"))
+    return faults
+
+
+def _number_fault(number: float) -> str | None:
+    if not math.isfinite(number):
+        return "is not finite"
+    return f"is larger than {LARGEST_SCORE:g} in magnitude" if abs(number) > LARGEST_SCORE else None
 
 
 def reward_workers(cfg: RunConfig) -> list[Fault]:

@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+LARGEST_SCORE = 1e12
+"""Largest magnitude of a score, of each number beside it and of each number in a composition. Gradients are squared and
+summed over all weights in float32, which ends at 3.4e38: ten billion squares of this still fit."""
 NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _TOKEN = re.compile(
     rf"""\s*(?:(?P<number>{NUMBER})(?=[\s|*()+-]|$)
@@ -105,6 +108,19 @@ def rewards_in(term: Term) -> Iterator[Reward]:
     elif isinstance(term, Sum):
         for _, part in term.parts:
             yield from rewards_in(part)
+
+
+def numbers_in(term: Term) -> Iterator[float]:
+    """The scores and weights that a composition holds, from left to right."""
+    if isinstance(term, Constant):
+        yield term.value
+    elif isinstance(term, First):
+        for part in term.terms:
+            yield from numbers_in(part)
+    elif isinstance(term, Sum):
+        for weight, part in term.parts:
+            yield weight
+            yield from numbers_in(part)
 
 
 def parse_reward(text: str) -> Term:

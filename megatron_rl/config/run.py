@@ -189,6 +189,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("data.train_files",), files.train_files),
     Check(("data.val_files",), files.val_files),
     Check(_REWARD, reward_checks.reward_functions),
+    Check((*_REWARD, "reward.failed_score"), reward_checks.reward_numbers),
     Check(_REWARD, reward_checks.reward_workers),
     Check(("model.path",), files.model),
     Check(_CRITIC_FILES, ppo.critic_files),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_rl.config.reward_terms import LARGEST_SCORE
 from megatron_rl.errors import RewardError
 
 
@@ -42,7 +42,7 @@ class RewardResult:
     """What a reward said of one sample."""
 
     value: float
-    """Finite; the configured failed_score where the reward failed."""
+    """Finite and at most LARGEST_SCORE; the configured failed_score where the reward failed."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers that the reward returned beside its score; each is logged as reward/<name>."""
     failed: str | None = None
@@ -58,8 +58,9 @@ BatchRewardFn = Callable[[Sequence[RewardSample]], object]
 def to_result(returned: object, name: str) -> RewardResult | None:
     """The result that a reward's return value stands for; None where the reward says that it does not apply.
 
-    Accepted: None, a bool or a finite number (of numpy or torch as well), or a dict that holds one under "score";
-    other numbers of the dict become `extra`, its other entries (texts for a reader, say) are not kept.
+    Accepted: None, a bool or a finite number (of numpy or torch as well) of at most LARGEST_SCORE, or a dict that holds
+    one under "score"; other numbers of the dict become `extra`, under the same bound, its other entries (texts for a
+    reader, say) are not kept.
 
     Raises RewardError naming the reward and the value.
     """
@@ -73,15 +74,15 @@ def to_result(returned: object, name: str) -> RewardResult | None:
         )
     value = _number(returned["score"], name, "returned as 'score'")
     plain = {str(key): _plain(entry) for key, entry in returned.items() if key != "score"}
-    return RewardResult(
-        value, {key: float(entry) for key, entry in plain.items() if isinstance(entry, bool | int | float)}
-    )
+    numbers = {key: entry for key, entry in plain.items() if isinstance(entry, bool | int | float)}
+    return RewardResult(value, {key: _number(entry, name, f"returned as {key!r}") for key, entry in numbers.items()})
 
 
-def to_results(returned: object, count: int, name: str) -> list[RewardResult | None]:
+def to_results(returned: object, count: int, name: str, failed_score: float | None = None) -> list[RewardResult | None]:
     """The results of a batch reward: one entry for each of `count` samples, each as `to_result` takes it.
 
-    Raises RewardError where there is no such list.
+    failed_score: an answer that is no score fails its sample with this value, and not the others; without it, it is an
+    error. Raises RewardError where there is no list of one answer for each sample.
     """
     tolist = getattr(returned, "tolist", None)
     answers = tolist() if callable(tolist) else returned
@@ -92,7 +93,34 @@ def to_results(returned: object, count: int, name: str) -> list[RewardResult | N
         )
     if len(answers) != count:
         raise RewardError(f"reward {name} returned {len(answers)} scores for a batch of {count} -- return one for each")
-    return [to_result(answer, name) for answer in answers]
+    results: list[RewardResult | None] = []
+    for answer in answers:
+        try:
+            results.append(to_result(answer, name))
+        except RewardError as error:
+            if failed_score is None:
+                raise
+            results.append(RewardResult(failed_score, failed=str(error)))
+    return results
+
+
+def checked(result: RewardResult, name: str, failed_score: float) -> RewardResult:
+    """The result where its numbers are finite and at most LARGEST_SCORE; else a failed one that names the number."""
+    for what, number in (("gave", result.value), *((f"gave {key!r} as", entry) for key, entry in result.extra.items())):
+        reason = None if result.failed is not None else number_fault(number)
+        if reason is not None:
+            return RewardResult(failed_score, failed=f"{name} {what} {number!r} -- {reason}")
+    return result
+
+
+def number_fault(number: float) -> str | None:
+    """Why a number cannot be a score; None where it can."""
+    # Compared, not converted: an int may be too large for a float.
+    if number != number or number in (float("inf"), float("-inf")):
+        return "return a finite number"
+    if abs(number) > LARGEST_SCORE:
+        return f"return a number of at most {LARGEST_SCORE:g} in magnitude: beyond that, gradients overflow"
+    return None
 
 
 def _plain(value: object) -> object:
@@ -107,11 +135,15 @@ def _number(value: object, name: str, verb: str) -> float:
         raise RewardError(f"reward {name} {verb} None, which is no score -- return a number for every sample")
     if not isinstance(plain, bool | int | float):
         raise RewardError(f"reward {name} {verb} {_short(value)} ({type(value).__name__}) -- return a number")
-    if not math.isfinite(plain):
-        raise RewardError(f"reward {name} {verb} {plain} -- return a finite number")
+    reason = number_fault(plain)
+    if reason is not None:
+        raise RewardError(f"reward {name} {verb} {_short(plain)} -- {reason}")
     return float(plain)
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = f"a number of {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

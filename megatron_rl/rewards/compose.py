@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config.reward_terms import Constant, First, Reward, Sum, Term, rewards_in
 from megatron_rl.errors import RewardError
-from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.rewards.base import RewardResult, RewardSample, checked
 
 Results = list[RewardResult | None]
 ScoreFn = Callable[[Reward, Sequence[RewardSample]], Results]
@@ -52,7 +52,8 @@ def score_by_source(
 ) -> list[RewardResult]:
     """One result a sample, by its data source's composition or by `default`.
 
-    A sample to which nothing applies fails: it has no score. `failed_score` is the value of failed samples.
+    A sample to which nothing applies fails: it has no score. So does one whose sum is not finite or too large.
+    `failed_score` is the value of failed samples.
     """
     groups: dict[str | None, list[int]] = {}
     for number, sample in enumerate(samples):
@@ -64,7 +65,10 @@ def score_by_source(
         found = evaluate(term, [samples[number] for number in members], score, failed_score)
         for number, result in zip(members, found, strict=True):
             results[number] = result
-    return [result or _nothing_applies(sample, failed_score) for result, sample in zip(results, samples, strict=True)]
+    return [
+        _nothing_applies(sample, failed_score) if result is None else checked(result, "the reward", failed_score)
+        for result, sample in zip(results, samples, strict=True)
+    ]
 
 
 def _nothing_applies(sample: RewardSample, failed_score: float) -> RewardResult:
@@ -101,7 +105,8 @@ class _Evaluation:
         if isinstance(term, Sum):
             return self._sum(term, samples)
         assert isinstance(term, Reward), term
-        results = self._score(term, samples)
+        found = self._score(term, samples)
+        results: Results = [one if one is None else checked(one, term.spec, self._failed_score) for one in found]
         if len(self._labels) == 1:
             return results
         label = next(label for known, label in self._labels if known == term)

@@ -99,7 +99,7 @@ def _score(reward: LoadedReward, sample: RewardSample, setup: Setup) -> Scored:
 def _score_batch(reward: LoadedReward, samples: list[RewardSample], setup: Setup) -> list[Scored]:
     _limit_cpu_time(setup)
     try:
-        results = to_results(reward.function(samples), len(samples), reward.spec)
+        results = to_results(reward.function(samples), len(samples), reward.spec, setup.failed_score)
         return [Scored(result) for result in results]
     except (Exception, SystemExit) as error:  # as above, and it costs the batch
         failure = _failure(error, setup)

@@ -28,7 +28,7 @@ from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers.kl_control import KlControl
 from megatron_rl.trainers.placement import plan_for, start_policy
-from megatron_rl.trainers.rewards import RunRewards
+from megatron_rl.trainers.rewards import RunRewards, require_scores
 from megatron_rl.trainers.shaping import Shaped, length_penalties, loss_old_logprobs, response_lens
 from megatron_rl.trainers.validation import validation_metrics
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, SyncReport, TrainBatch
@@ -182,6 +182,7 @@ class RlTrainer:
 
     def scores(self, results: Sequence[RewardResult], lens: Tensor) -> Tensor:
         """[S] float64: the rewards' values, with the penalty for responses of lens [S] tokens where there is one."""
+        require_scores(results)
         return torch.tensor([result.value for result in results], dtype=torch.float64) + length_penalties(
             self.cfg, lens
         )

@@ -11,7 +11,8 @@ from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.reward import RewardWorkerConfig
 from megatron_rl.config.run import RunConfig
-from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.errors import RewardError
+from megatron_rl.rewards.base import RewardResult, RewardSample, number_fault
 from megatron_rl.rewards.compose import Results
 from megatron_rl.rewards.scorer import ModelFn, RewardScorer
 from megatron_rl.types import Prompt, Rollout, RolloutGroup
@@ -90,6 +91,16 @@ class RunRewards:
         own = replace(cluster, nnodes=1, n_gpus_per_node=count, num_cpus_per_rank=worker.num_cpus)
         # A worker that shares a policy rank's GPU asks Ray for none.
         return start_group(worker_cls, args, own, RankGrid.flat(count), device if worker.own_gpu else "cpu")
+
+
+def require_scores(results: Sequence[RewardResult]) -> None:
+    """RewardError where a score is not finite or too large: a node of the user's own may have put it there."""
+    for number, result in enumerate(results):
+        fault = number_fault(result.value)
+        if fault is not None:
+            raise RewardError(
+                f"the flow's reward node gave {result.value!r} to sequence {number} of the batch -- {fault}"
+            )
 
 
 def reward_sample(prompt: Prompt, rollout: Rollout) -> RewardSample:

@@ -127,6 +127,7 @@ def read_score(text: str, pattern: re.Pattern[str], cfg: JudgeConfig, failed_sco
         number = float(found[-1])
     except ValueError:
         return RewardResult(failed_score, failed=f"the judge's score {found[-1]!r} is no number: {shown!r}")
+    # Written so that what is no number at all (nan) is outside as well.
     if not cfg.lowest <= number <= cfg.highest:
         reason = f"the judge's score {number:g} is not from {cfg.lowest:g} to {cfg.highest:g} (reward.judge): {shown!r}"
         return RewardResult(failed_score, failed=reason)

@@ -17,7 +17,7 @@ from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.reward import RewardModelConfig
 from megatron_rl.errors import CheckpointError, RewardError
 from megatron_rl.observe.log import setup_logging
-from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.rewards.base import RewardResult, RewardSample, checked
 
 _TOO_LARGE = 10**9
 """What tokenizers say when they know no limit is above this."""
@@ -67,7 +67,10 @@ class RewardModelWorker:
 
     @dispatch(split=Split.SPLIT_DP)
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """One result a sample, in order; extra model_truncated is 1 where only the last max_length tokens are read."""
+        """One result a sample, in order; extra model_truncated is 1 where only the last max_length tokens are read.
+
+        A logit that is not finite is a failed sample.
+        """
         results: list[RewardResult | None] = [None] * len(samples)
         rows: list[tuple[int, list[int], bool]] = []
         for number, sample in enumerate(samples):
@@ -87,7 +90,7 @@ class RewardModelWorker:
             values = self._forward([ids for _, ids, _ in part])
             for (number, _, cut), value in zip(part, values, strict=True):
                 extra = {"model_truncated": float(cut)} if self._cfg.overlong == "truncate" else {}
-                results[number] = RewardResult(value, extra)
+                results[number] = checked(RewardResult(value, extra), "the reward model", self._plan.failed_score)
         return [result for result in results if result is not None]
 
     def _ids(self, sample: RewardSample) -> list[int]:
