@@ -14,14 +14,16 @@ FileList = Annotated[list[UserPath], OneOrMany]
 @section
 class DataConfig:
     train_files: FileList
-    """Parquet, JSONL or Arrow files of the training set, or folders of datasets.save_to_disk; one path or a list."""
+    """Files of the training set: .parquet, .arrow, .jsonl, .json, .csv (the last three also as .gz), folders of
+    datasets.save_to_disk, or patterns (data/*.parquet); one path or a list."""
     mix_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """data_source: weight. Each source's share of the training items is its weight over their sum; empty: every
     row once an epoch."""
     val_files: FileList = Field(default_factory=list)
     """Files of the validation set, of the same kinds; empty: no validation."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a list of chat messages, or a string."""
+    """Column of the prompt: a list of chat messages, or a string. As in all names of columns, dots lead into mappings
+    (extra_info.question)."""
     string_prompt: Literal["verbatim", "user"] = "verbatim"
     """What a prompt that is a string is: the text that the model is given, or a user message for the template."""
     label_key: str | None = None

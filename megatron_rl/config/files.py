@@ -1,4 +1,5 @@
-"""Checks of what a config names on disk: data files, the reward's file, the model's folder and its shape."""
+"""Checks of what a config names on disk: data files (by data_paths.py), the reward's file, the model's folder and its
+shape."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.config.checks import divisors, listed
+from megatron_rl.config.data_paths import GIVE, data_files
 from megatron_rl.config.layout import ModelShape, inspect_model
 from megatron_rl.config.names import VLLM_HEAD_DIMS
 from megatron_rl.errors import Fault
@@ -18,55 +20,16 @@ if TYPE_CHECKING:
     from megatron_rl.config.run import RunConfig
 
 
-def _data_files(key: str, paths: list[str]) -> list[Fault]:
-    cure = "give Parquet, JSONL or Arrow files (relative paths start at the working directory)"
-    faults: list[Fault] = []
-    for number, path in enumerate(paths):
-        name = key if len(paths) == 1 else f"{key}[{number}]"
-        if not path or not Path(path).exists():
-            faults.append(Fault(name, path, "there is no such file", cure))
-        elif Path(path).is_dir():
-            _, reason, help_ = dataset_shards(Path(path))
-            faults += [Fault(name, path, reason, help_)] if reason else []
-    return faults
-
-
-def dataset_shards(folder: Path) -> tuple[list[Path], str, str]:
-    """(Arrow files in order, "", "") of a folder that Hugging Face `datasets` wrote with save_to_disk.
-
-    Of another folder: ([], what is wrong with it, what to give instead).
-    """
-    splits = folder / "dataset_dict.json"
-    state = folder / "state.json"
-    try:
-        if splits.is_file():
-            names = [str(folder / name) for name in json.loads(splits.read_text(encoding="utf-8"))["splits"]]
-            return [], "this folder holds a data set of several splits", f"give one of {', '.join(names)}"
-        if not state.is_file():
-            cure = "give a file, or a folder that datasets.save_to_disk wrote"
-            return [], "this folder has no state.json of a saved data set", cure
-        content = json.loads(state.read_text(encoding="utf-8"))
-        shards = [folder / entry["filename"] for entry in content["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        return [], f"its dataset_dict.json or state.json cannot be read ({error!r})", "save the data set again"
-    if content.get("_indices_data_files"):
-        return [], "its rows are picked by an index file, which is not read", "call flatten_indices before saving"
-    missing = [shard.name for shard in shards if not shard.is_file()]
-    if missing:
-        return [], f"{len(missing)} of its {len(shards)} files are missing: {', '.join(missing)}", "copy it again"
-    return shards, "", ""
-
-
 def train_files(cfg: RunConfig) -> list[Fault]:
-    """The training files exist."""
+    """The training files are there, of known kinds, and named once."""
     if not cfg.data.train_files:
-        return [Fault("data.train_files", [], "is empty", "give at least one Parquet, JSONL or Arrow file")]
-    return _data_files("data.train_files", cfg.data.train_files)
+        return [Fault("data.train_files", [], "is empty", GIVE)]
+    return data_files("data.train_files", cfg.data.train_files)[1]
 
 
 def val_files(cfg: RunConfig) -> list[Fault]:
-    """The validation files exist."""
-    return _data_files("data.val_files", cfg.data.val_files)
+    """The validation files are there, of known kinds, and named once."""
+    return data_files("data.val_files", cfg.data.val_files)[1]
 
 
 def reward_file(value: str, file: Path, name: str) -> list[Fault]:

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, read_rows, refuse_bad_rows
+from megatron_rl.config.data_paths import stem_of
+from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, find_value, read_rows, refuse_bad_rows
 from megatron_rl.data.render import Message, Renderer
 from megatron_rl.data.tokenized import Rendered, render_rows
 from megatron_rl.errors import DataError
@@ -125,11 +125,7 @@ def refuse_empty(num_kept: int, num_rows: int, limit: int, what: str) -> None:
 
 
 def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) -> str | list[Message]:
-    """A row's prompt or conversation as plain values.
-
-    A parquet column gives every message the union of all messages' fields, None where a message lacks one;
-    those are taken out again, since chat templates ask whether a field is there.
-    """
+    """A row's prompt or conversation, if it is one. Raises BadRow where it is something else."""
     if value is None:
         raise BadRow(f"there is no {key!r} -- add it, or name the column in data.{kind}_key")
     if isinstance(value, str) and kind == "prompt":
@@ -137,23 +133,20 @@ def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) 
     if not isinstance(value, list):
         allowed = "a list of messages or a string" if kind == "prompt" else "a list of messages"
         raise BadRow(f"{key!r} is a {type(value).__name__} -- give {allowed}")
-    return [
-        {name: field for name, field in message.items() if field is not None} if isinstance(message, dict) else message
-        for message in value
-    ]
+    return value
 
 
 def read_prompt(cfg: DataConfig, values: dict[str, Any]) -> str | list[Message]:
     """A row's prompt: messages, or a string that is used as it is (data.string_prompt)."""
-    prompt = read_messages(values.get(cfg.prompt_key), cfg.prompt_key, "prompt")
+    prompt = read_messages(find_value(values, cfg.prompt_key), cfg.prompt_key, "prompt")
     if isinstance(prompt, str) and cfg.string_prompt == "user":
         return [{"role": "user", "content": prompt}]
     return prompt
 
 
 def data_source(cfg: DataConfig, row: Row) -> str:
-    """The set that a row belongs to: its data_source, else its file's name without suffix."""
-    return str(_find(row.values, cfg.data_source_key) or Path(row.file).stem)
+    """The set that a row belongs to: its data_source, else its file's name without ending."""
+    return str(find_value(row.values, cfg.data_source_key) or stem_of(row.file))
 
 
 def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, need_truth: bool) -> Prompt:
@@ -177,23 +170,14 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, nee
     )
 
 
-def _find(values: dict[str, Any], key: str) -> Any:
-    """The column `key`; else, where the key has dots, what they lead to through mappings; else None."""
-    if values.get(key) is not None:
-        return values[key]
-    head, dot, rest = key.partition(".")
-    inner = values.get(head)
-    return _find(inner, rest) if dot and isinstance(inner, dict) else None
-
-
 def _ground_truth(cfg: DataConfig, values: dict[str, Any]) -> Any:
     keys = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS) if cfg.label_key is None else (cfg.label_key,)
-    return next((found for key in keys if (found := _find(values, key)) is not None), None)
+    return next((found for key in keys if (found := find_value(values, key)) is not None), None)
 
 
 def _extra_info(cfg: DataConfig, values: dict[str, Any]) -> dict[str, Any]:
     for key in EXTRA_INFO_KEYS if cfg.metadata_key is None else (cfg.metadata_key,):
-        found = _find(values, key)
+        found = find_value(values, key)
         if found is not None:
             if not isinstance(found, dict):
                 raise BadRow(f"{key!r} is a {type(found).__name__} -- give a mapping")

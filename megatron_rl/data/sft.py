@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data.files import BadRow, Row, read_rows, refuse_bad_rows
+from megatron_rl.data.files import BadRow, Row, find_value, read_rows, refuse_bad_rows
 from megatron_rl.data.prompts import Length, data_source, read_messages, read_prompt, refuse_empty, refuse_overlong
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.tokenized import Rendered, render_rows
@@ -107,18 +107,18 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
 
 def render_sample(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
     """A row as tokens and loss mask. Raises BadRow where it cannot be rendered."""
-    if values.get(cfg.messages_key) is not None:
-        messages = read_messages(values[cfg.messages_key], cfg.messages_key, "messages")
+    conversation, response = find_value(values, cfg.messages_key), find_value(values, cfg.response_key)
+    if conversation is not None:
+        messages = read_messages(conversation, cfg.messages_key, "messages")
         assert isinstance(messages, list)
         ids, mask = renderer.conversation_ids(messages)
         return Rendered(ids, loss_mask=mask)
-    if values.get(cfg.prompt_key) is None and values.get(cfg.response_key) is None:
+    if find_value(values, cfg.prompt_key) is None and response is None:
         raise BadRow(
             f"there is neither {cfg.messages_key!r} nor {cfg.prompt_key!r} and {cfg.response_key!r} "
             "-- add them, or name the columns in data.messages_key or data.prompt_key and data.response_key"
         )
     prompt = read_prompt(cfg, values)
-    response = values.get(cfg.response_key)
     if not isinstance(response, str):
         found = "not there" if response is None else f"a {type(response).__name__}"
         raise BadRow(f"{cfg.response_key!r} is {found} -- give a string, or name the column in data.response_key")

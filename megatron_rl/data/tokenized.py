@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data.files import BadRow, Row
+from megatron_rl.data.files import BadRow, Row, find_value
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import DataError, MegatronRLError, MissingDependency
 
@@ -84,7 +84,14 @@ def _missing(files: list[list[Row]], found: Sequence[object | None]) -> list[Row
 
 
 def _render_all(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, render: RenderFn) -> list[Rendered]:
-    values = [row.values for row in rows]
+    """What every row becomes; one that could not be read keeps its fault."""
+    fresh = iter(_render_sound(cfg, [row.values for row in rows if row.fault is None], renderer, render))
+    return [next(fresh) if row.fault is None else Rendered([], fault=row.fault) for row in rows]
+
+
+def _render_sound(
+    cfg: DataConfig, values: list[dict[str, Any]], renderer: Renderer, render: RenderFn
+) -> list[Rendered]:
     num_parts = min(cfg.num_workers, len(values) // LEAST_ROWS)
     if num_parts <= 1:
         return _render_part(cfg, renderer, render, values)
@@ -148,7 +155,7 @@ def _digest(cfg: DataConfig, rows: Sequence[Row], fingerprint: str, render: Rend
     digest.update(f"{render.__module__}.{render.__qualname__} {cfg.string_prompt}\n".encode())
     keys = (cfg.prompt_key, cfg.response_key, cfg.messages_key)
     for row in rows:
-        digest.update(repr([(key, row.values.get(key)) for key in keys]).encode("utf-8", "surrogatepass"))
+        digest.update(repr([row.fault, *(find_value(row.values, key) for key in keys)]).encode())
     return digest.hexdigest()
 
 

@@ -61,7 +61,7 @@ def test_jsonl_keeps_line_separators_inside_strings_and_skips_a_byte_order_mark(
     [
         ("empty.jsonl", b"", "holds no rows"),
         ("blank.jsonl", b"\n\n", "holds no rows"),
-        ("a.csv", b"x\n1\n", "kind .csv are not read"),
+        ("a.tsv", b"x\n1\n", "kind .tsv are not read"),
         ("noending", b"{}", "files without a suffix are not read"),
         ("a.parquet", b"PAR1 this is not parquet", "not readable as parquet"),
         ("a.jsonl", b"\xff\xfe\x00", "not UTF-8"),
@@ -154,8 +154,9 @@ def test_no_file_at_all_is_an_error():
 
 def test_bad_jsonl_lines_are_all_counted_with_their_line(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"x": 1}, "{broken", "", "[1, 2]", '"text"'])
+    rows = read_rows([path], WHAT)
     with pytest.raises(DataError) as error:
-        read_rows([path], WHAT)
+        refuse_bad_rows([(row, row.fault) for row in rows if row.fault], len(rows), WHAT)
     text = str(error.value)
     assert "3 of 4" in text
     assert "row 2: not JSON" in text and "row 4: a JSON list" in text and "row 5: a JSON str" in text
