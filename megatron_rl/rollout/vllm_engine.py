@@ -115,8 +115,9 @@ class VllmEngine:
         if taken:
             raise RolloutError(f"rollout.engine_kwargs: {', '.join(taken)} cannot be given; rollout.tp sets the layout")
         # vLLM's modules are imported after the environment is set.
-        from megatron_rl.rollout import vllm_loader, vllm_memory
+        from megatron_rl.rollout import vllm_loader, vllm_memory, vllm_seeds
 
+        vllm_seeds.draw_only_what_is_kept()
         if self._can_sleep:
             vllm_memory.guard_frees()
         # vLLM lowers the number of threads and turns torch.set_num_threads into a no-op.
@@ -200,19 +201,16 @@ class VllmEngine:
             raise RolloutError("generate on a sleeping engine; call wake() after update_weights()")
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
         params = [self._params(sampling, request.seed) for request in requests]
-        with self._stream(params):
+        with self._stream():
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [[self._sample(completion) for completion in output.outputs] for output in outputs]
 
     @contextlib.contextmanager
-    def _stream(self, params: Sequence[Any]) -> Iterator[None]:
-        """The engine's own random numbers for samples without a seed: alike on its ranks, which sample apart, and the
-        same in a run that is resumed. The trainer's are left alone.
+    def _stream(self) -> Iterator[None]:
+        """The engine's own random numbers: alike on its ranks, which sample apart, and the same in a run that is
+        resumed. vLLM draws some for samples with seeds too. The trainer's are left alone.
         """
         self._calls += 1
-        if all(p.temperature == 0 or p.seed is not None for p in params):
-            yield
-            return
         key = f"{self._settings.seed} {self._version} {self._calls}".encode()
         with _kept_rng():
             torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))

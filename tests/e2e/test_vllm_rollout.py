@@ -167,6 +167,47 @@ def test_w7_engines_of_expert_parallel_ranks_hold_all_experts(tmp_path: Path, fa
         assert max(gaps) < 1e-4, gaps
 
 
+CUT = {
+    "whole": {},
+    # vLLM computes no more than this many tokens of prompts in a step.
+    "parts": {"max_num_batched_tokens": 48},
+    # Six blocks of the cache: responses that grow into a further one put others off, which are computed again later.
+    "put off": {"max_num_batched_tokens": 48, "kv_cache_gb": 0.0015},
+}
+
+
+def _seeded_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    from megatron_rl.rollout.engine import Request, Sampling, make_engine
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        tuple(torch.randint(2, 128, (n,), generator=generator).tolist()) for n in (5, 120, 250, 110, 48, 122, 49)
+    ]
+    requests = [Request(prompt, seed=1000 * i) for i, prompt in enumerate(prompts)]
+    sampling = Sampling(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=(1,))
+    found: dict[str, Any] = {}
+    for name, changes in CUT.items():
+        engine = make_engine(_settings(folder, **changes))
+        engine.update_weights(load_file(f"{folder}/model.safetensors").items(), 0)
+        rng = torch.get_rng_state()
+        found[name] = [[sample.token_ids for sample in samples] for samples in engine.generate(requests, sampling)]
+        backwards = engine.generate(requests[::-1], sampling)[::-1]
+        found[f"{name}, backwards"] = [[sample.token_ids for sample in samples] for samples in backwards]
+        assert torch.equal(rng, torch.get_rng_state()), "the trainer's random numbers are left alone"
+        engine.close()
+    return found
+
+
+@needs_cpu_engine
+def test_seeded_samples_are_the_same_however_vllm_cuts_the_prompts(folder: str) -> None:
+    """Prompts beyond max_num_batched_tokens, in any order, and requests that lose their place in the KV cache."""
+    (found,) = run_ranks(1, _seeded_on_rank, folder, timeout=240.0)
+    whole = found.pop("whole")
+    assert len({sample for samples in whole for sample in samples}) == 21
+    for name, samples in found.items():
+        assert samples == whole, name
+
+
 @needs_cpu_engine
 def test_max_model_len_is_an_error_and_never_a_cut(tmp_path: Path) -> None:
     from megatron_rl.rollout.engine import Request, Sampling, make_engine

@@ -22,7 +22,12 @@ from tests.ranks.training import build
 
 PROMPTS = ((5, 17, 9), (40,) * 20, tuple(range(2, 120)) * 2)
 NEW_TOKENS = 8
-LAYOUTS = {"dp2": (), "pp2": ("actor.pp=2",), "tp2": ("actor.tp=2", "actor.use_distributed_optimizer=true")}
+LAYOUTS = {
+    "dp2": (),
+    "pp2": ("actor.pp=2",),
+    # The prompts pass what a step may compute: they are computed in parts.
+    "tp2": ("actor.tp=2", "actor.use_distributed_optimizer=true", "rollout.max_num_batched_tokens=64"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,7 @@ def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> N
             for report in (here[f"sync {version}"], other[f"sync {version}"]):
                 assert report.moved_bytes == report.minimum_bytes, "W4"
         assert here["seeded 0"] != here["seeded 1"]
+        assert here["seeded 0"] == ranks[0]["dp2"]["seeded 0"], "samples with seeds do not depend on the layout"
     for rank in ranks:
         assert {name.split(".")[-2] for name in rank["dp2"]["shared"]} == {
             "input_layernorm",
