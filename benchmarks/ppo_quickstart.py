@@ -29,6 +29,7 @@ from examples.quickstart.make_data import make  # noqa: E402  the script runs fr
 def _train(config: str, folder: Path, name: str, overrides: Sequence[str]) -> dict[str, float]:
     """Run to the end; seconds and peak memory. Raises CalledProcessError where it fails."""
     own = [f"trainer.default_local_dir={folder}", f"trainer.experiment_name={name}", "cluster.backend=inline"]
+    own.append("trainer.overwrite=replace")
     command = [sys.executable, "-m", "megatron_rl", "train", str(REPO / "configs" / config), *own, *overrides]
     start, peak = time.perf_counter(), 0
     child = subprocess.Popen(command, cwd=REPO)

@@ -4,7 +4,8 @@
 #
 #   bash launch/quickstart.sh [--fresh] [key=value ...]
 #
-#   key=value   goes to both runs, for instance trainer.seed=1
+#   key=value   goes to both runs, for instance trainer.seed=1; the last quick start's files are replaced, other files
+#               in its folders stay
 #   --fresh     trains the SFT model again; without it, one that was trained with the same settings is used again
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -61,18 +62,13 @@ train_sft() {
     say "SFT: using the finished run in $out/sft (--fresh trains it again)"
     return
   fi
-  rm -rf "$out/sft"
-  step SFT .venv/bin/megatron-rl train "$sft_config" ${overrides[@]+"${overrides[@]}"}
+  rm -f "$record"
+  step SFT .venv/bin/megatron-rl train "$sft_config" trainer.overwrite=replace ${overrides[@]+"${overrides[@]}"}
   sft_inputs >"$record"
 }
 
 train_grpo() {
-  if [ -e "$out/grpo" ]; then
-    say "GRPO: the last run is kept as $out/grpo.previous"
-    rm -rf "$out/grpo.previous"
-    mv "$out/grpo" "$out/grpo.previous"
-  fi
-  step GRPO .venv/bin/megatron-rl train "$grpo_config" ${overrides[@]+"${overrides[@]}"}
+  step GRPO .venv/bin/megatron-rl train "$grpo_config" trainer.overwrite=replace ${overrides[@]+"${overrides[@]}"}
 }
 
 show_accuracy() {

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.cluster.environment import port_in_use
+from megatron_rl.config.folders import nearest_folder, run_folder
 from megatron_rl.config.layout import inspect_model
 from megatron_rl.errors import ConfigError, Fault
 
@@ -108,19 +108,11 @@ def core_faults(cfg: RunConfig) -> list[Fault]:
 
 
 def folder_faults(cfg: RunConfig) -> list[Fault]:
-    """A run folder that cannot be written, or whose disk is too small for one save."""
-    run_dir = Path(cfg.trainer.run_dir)
-    parent = run_dir
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    key, value = "trainer.default_local_dir", cfg.trainer.default_local_dir
-    if not parent.is_dir():
-        return [Fault(key, value, f"{parent} is a file", "name a folder")]
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        return [Fault(key, value, f"{parent} cannot be written ({error.strerror})", "name a folder that can be")]
+    """A run folder that cannot be made, or whose disk is too small for one save."""
+    faults = run_folder(cfg)
+    if faults:
+        return faults
+    parent = nearest_folder(Path(cfg.trainer.run_dir))
     size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype)
     # The old save stays until the new one is complete.
     need = 2 * size if cfg.trainer.save_freq > 0 else size
@@ -128,7 +120,8 @@ def folder_faults(cfg: RunConfig) -> list[Fault]:
     if free >= need:
         return []
     reason = f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {need / 2**30:.2f} GiB"
-    return [Fault(key, value, reason, "name a folder on a larger disk, or free some space")]
+    cure = "name a folder on a larger disk, or free some space"
+    return [Fault("trainer.default_local_dir", cfg.trainer.default_local_dir, reason, cure)]
 
 
 def save_bytes(model_dir: str, dtype: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from megatron_rl.config import algos, checks, files, ppo, reward_checks
+from megatron_rl.config import algos, checks, files, folders, ppo, reward_checks
 from megatron_rl.config.actor import ActorConfig, RefConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.base import section
@@ -201,6 +201,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("model.path", "actor.tp", "actor.ep", "actor.etp", "actor.sequence_parallel"), files.experts),
     Check(("model.path", "actor.vpp", *_STAGES), files.pipeline_stages),
     Check(("model.path", "algorithm.name", "rollout.name"), files.head_dim),
+    Check(("trainer.default_local_dir", "trainer.experiment_name"), folders.run_folder),
     Check(("model.path", *_LENGTHS), files.positions),
     Check(("model.path", "algorithm.name", "rollout.max_model_len"), files.engine_positions),
 )

@@ -36,6 +36,9 @@ class TrainerConfig:
     """Project that sinks such as wandb file the run under."""
     experiment_name: str = "run"
     """Name of the run and of its folder."""
+    overwrite: Literal["refuse", "replace", "number"] = "refuse"
+    """Where the run's folder holds a run already: refuse to start; replace its files, when the first step starts, and
+    no others; or number the new run (name-2, name-3 ...)."""
     logger: Annotated[list[Sink], OneOrMany] = Field(default_factory=lambda: ["console"])
     """Sinks beside metrics.jsonl, which is always written."""
     num_logged_rollouts: NonNegativeInt = 4

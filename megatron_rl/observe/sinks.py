@@ -23,8 +23,57 @@ METRICS_FILE = "metrics.jsonl"
 class Sink(Protocol):
     """Takes each step's flat metrics once."""
 
+    @property
+    def name(self) -> str:
+        """What a reader knows it by."""
+        ...
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What it raises where its disk or its service fails, through no fault of the run."""
+        ...
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
+
+
+def require_sinks(names: Sequence[str]) -> None:
+    """Raise MissingDependency with the pip command where a named sink's package cannot be imported."""
+    for name in names:
+        if name != "console":
+            _require(name, f"pip install {name}")
+
+
+class Sinks:
+    """Sinks as one. One that fails is said once and does not stop the run: weights count for more than figures."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+        self._missed: dict[str, int] = {}
+        """name -> steps that the sink has failed to take, where it failed last."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give the step to every sink."""
+        for sink in self._sinks:
+            try:
+                sink.write(step, metrics)
+            except sink.errors as error:
+                if sink.name not in self._missed:
+                    logger.warning("%s: step %d could not be written (%s); training goes on", sink.name, step, error)
+                self._missed[sink.name] = self._missed.get(sink.name, 0) + 1
+            else:
+                if isinstance(sink, JsonlSink) and self._missed.pop(sink.name, 0):
+                    logger.warning("%s: can be written again, and no step is missing in it", sink.name)
+
+    def close(self) -> None:
+        """Close every sink, and say what is missing where."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except sink.errors as error:
+                logger.warning("%s: could not be closed well (%s)", sink.name, error)
+        for name, count in self._missed.items():
+            logger.warning("%s: %d step(s) are missing in it", name, count)
 
 
 def open_sinks(
@@ -55,7 +104,13 @@ def open_sinks(
 
 
 class JsonlSink:
-    """One JSON object a step, on disk when `write` returns. Numbers that are not finite become null."""
+    """One JSON object a step, on disk when `write` returns. Numbers that are not finite become null.
+
+    Rows that could not be written (a full disk) are kept and written with the next ones.
+    """
+
+    name = METRICS_FILE
+    errors = (OSError,)
 
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
         """Keep the lines of steps before first_step, cut the others (and a line that a kill broke off)."""
@@ -63,22 +118,38 @@ class JsonlSink:
         kept, cut = _lines_before(self._path, first_step)
         if cut:
             logger.info("%s: cut %d line(s) of an earlier run from step %d on", self._path, cut, first_step)
-            fresh = self._path.with_suffix(".tmp")
+            fresh = self._path.with_name(f".{self._path.name}.{uuid4().hex[:8]}")
             fresh.write_text("".join(kept), encoding="utf-8")
             fresh.replace(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._size = os.fstat(self._file).st_size
+        self._rows: list[str] = []
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {
             "step": step,
             **{name: value if math.isfinite(value) else None for name, value in metrics.items()},
         }
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._rows.append(json.dumps(row, allow_nan=False) + "\n")
+        self._write_rows()
+
+    def _write_rows(self) -> None:
+        # Half a line may be there from an attempt that failed.
+        os.ftruncate(self._file, self._size)
+        content = "".join(self._rows).encode()
+        written = 0
+        while written < len(content):
+            written += os.write(self._file, content[written:])
+        os.fsync(self._file)
+        self._size += len(content)
+        self._rows.clear()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            if self._rows:
+                self._write_rows()
+        finally:
+            os.close(self._file)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -94,6 +165,9 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 class TensorBoardSink:
     """Scalars in an event file of their own; TensorBoard hides what an earlier run wrote from first_step on."""
+
+    name = "tensorboard"
+    errors = (OSError,)
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         _require("tensorboard", "pip install tensorboard")
@@ -119,8 +193,11 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run; a run that goes on in the same folder goes on in the same W&B run."""
 
+    name = "wandb"
+
     def __init__(self, folder: Path, project: str, experiment: str, settings: Mapping[str, Any]) -> None:
         wandb = _require("wandb", "pip install wandb")
+        self.errors = (OSError, wandb.Error)
         self._run = wandb.init(
             project=project,
             name=experiment,
@@ -142,8 +219,11 @@ class MlflowSink:
     one.
     """
 
+    name = "mlflow"
+
     def __init__(self, folder: Path, project: str, experiment: str, settings: Mapping[str, Any]) -> None:
         self._mlflow = _require("mlflow", "pip install mlflow")
+        self.errors = (OSError, self._mlflow.MlflowException)
         self._mlflow.set_experiment(project)
         kept = folder / "mlflow_id"
         if kept.exists():

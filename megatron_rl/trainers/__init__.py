@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.cluster.preflight import preflight
+from megatron_rl.config.folders import export_faults
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.observe.progress import Progress
@@ -51,11 +52,12 @@ def evaluate(cfg: RunConfig) -> dict[str, float]:
 def export(cfg: RunConfig, out: str) -> None:
     """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`.
 
-    Raises CheckpointError where `out` holds other files: an export never mixes with what was there.
+    Raises CheckpointError where `out` holds other files, or cannot be made: an export never mixes with what was there.
     """
     folder = Path(out)
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"--out {out}: the folder is not empty; give a new one")
+    faults = export_faults(out)
+    if faults:
+        raise CheckpointError("; ".join(f"--out {out!r}: {reason} -- {cure}" for reason, cure in faults))
     preflight(cfg, needs_rollout=False)
     progress = Progress()
     with progress.phase("start workers"):

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config.arithmetic import batch_table, format_table, layout_table
+from megatron_rl.config.folders import ROOT_KEY
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.load import dump_yaml, to_dict
 from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import ConfigError, DataError, Fault, MissingDependency
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.report import plot_curves
-from megatron_rl.observe.sinks import METRICS_FILE, Sink, open_sinks
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks, open_sinks, require_sinks
 from megatron_rl.observe.step_line import step_line
+from megatron_rl.trainers.run_folder import RunFolder, claim, remove_run
 
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
 ROLLOUTS_FILE = "rollouts.jsonl"
 
 
@@ -61,36 +69,29 @@ class Trainer(Protocol):
 
 
 def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
-    """Train to the end. Leaves in the run folder: config.yaml, metrics.jsonl, rollouts.jsonl, curves.png, final/."""
+    """Train to the end. Leaves in the run folder: config.yaml, metrics.jsonl, rollouts.jsonl, curves.png, final/.
+
+    Everything that is refused is found before the folder changes: an earlier run in it stays as it was.
+    """
     setup_logging("controller")
-    folder = Path(cfg.trainer.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_yaml(cfg), encoding="utf-8")
-    (folder / ROLLOUTS_FILE).unlink(missing_ok=True)
     progress = Progress()
-    progress.say(format_table(batch_table(cfg)))
-    progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
-    with progress.phase("load data, start workers"):
-        trainer = make_trainer(cfg)
-    sinks: list[Sink] = []
-    try:
-        for line in summary_lines(trainer.data_summary(), cfg.data.mix_weights):
-            progress.say(line)
-        names = cfg.trainer.logger
-        sinks = open_sinks(
-            names,
-            folder,
-            project=cfg.trainer.project_name,
-            experiment=cfg.trainer.experiment_name,
-            settings=to_dict(cfg),
-        )
-        _steps(cfg, trainer, sinks, progress, folder)
-    finally:
-        trainer.close()
-        for sink in sinks:
-            sink.close()
-    plot_curves(folder / METRICS_FILE, folder / "curves.png", f"{cfg.algorithm.name}: {cfg.trainer.experiment_name}")
-    progress.say(f"run folder: {folder} (config.yaml, metrics.jsonl, rollouts.jsonl, curves.png, final/)")
+    with claim(cfg.trainer) as folder:
+        if folder.path != Path(cfg.trainer.run_dir):
+            progress.say(f"{cfg.trainer.run_dir} holds a run: this one is {folder.path} (trainer.overwrite=number)")
+            cfg = replace(cfg, trainer=replace(cfg.trainer, experiment_name=folder.path.name))
+        progress.say(format_table(batch_table(cfg)))
+        progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
+        require_sinks(cfg.trainer.logger)
+        with progress.phase("load data, start workers"):
+            trainer = make_trainer(cfg)
+        try:
+            for line in summary_lines(trainer.data_summary(), cfg.data.mix_weights):
+                progress.say(line)
+            _Run(cfg, trainer, folder, progress).train()
+        finally:
+            trainer.close()
+        _draw_curves(cfg, folder.path)
+        progress.say(f"run folder: {folder.path} (config.yaml, metrics.jsonl, rollouts.jsonl, curves.png, final/)")
 
 
 def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float]) -> list[str]:
@@ -113,32 +114,118 @@ def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float])
     return lines
 
 
-def _steps(cfg: RunConfig, trainer: Trainer, sinks: list[Sink], progress: Progress, folder: Path) -> None:
-    total = trainer.total_steps
-    # A collection of everything that the imports have left takes half a second, in the middle of some step.
-    gc.collect()
-    gc.freeze()
-    if cfg.trainer.val_before_train and cfg.trainer.test_freq != 0:
-        _validate(trainer, 0, {}, sinks, progress, total)
-    with progress.bar("train", total, every_s=None) as advance:
-        for step in range(1, total + 1):
-            set_step(step)
-            metrics = trainer.train_step(step)
-            last = step == total or trainer.finished()
-            if _due_for_validation(cfg, trainer, step, last):
-                _validate(trainer, step, metrics, sinks, progress, total)
-            else:
-                _record(step, metrics, sinks)
-            if "console" in cfg.trainer.logger and _shown(cfg, step, last):
-                progress.say(step_line(step, total, metrics))
-            _keep_rollouts(folder, step, trainer.sample_rollouts(cfg.trainer.num_logged_rollouts))
-            if cfg.trainer.save_freq > 0 and step % cfg.trainer.save_freq == 0:
-                _save(trainer, folder / f"global_step_{step}" / "actor", progress)
-            advance(1)
-            if last:
-                break
-    if cfg.trainer.save_freq != 0:
-        _save(trainer, folder / "final", progress)
+class _Run:
+    """The steps of a run, and what is written around them."""
+
+    def __init__(self, cfg: RunConfig, trainer: Trainer, folder: RunFolder, progress: Progress) -> None:
+        self._cfg, self._trainer, self._folder, self._progress = cfg, trainer, folder, progress
+        self._total = trainer.total_steps
+        self._sinks = Sinks([])
+        self._samples_fail = False
+        self._saved: Path | None = None
+        """The newest save, where it holds the weights of the last step."""
+
+    def train(self) -> None:
+        """All steps. The folder begins to be this run's after the first validation, the last work that may refuse."""
+        # A collection of everything that the imports have left takes half a second, in the middle of some step.
+        gc.collect()
+        gc.freeze()
+        trainer_cfg = self._cfg.trainer
+        validates = trainer_cfg.val_before_train and trainer_cfg.test_freq != 0
+        found = self._validated(0) if validates else {}
+        self._begin()
+        try:
+            self._note_validation(0, {}, found)
+            with self._progress.bar("train", self._total, every_s=None) as advance:
+                for step in range(1, self._total + 1):
+                    set_step(step)
+                    if self._step(step):
+                        break
+                    advance(1)
+        finally:
+            self._sinks.close()
+
+    def _begin(self) -> None:
+        cfg, folder = self._cfg, self._folder
+        folder.begin()
+        try:
+            (folder.path / CONFIG_FILE).write_text(dump_yaml(cfg), encoding="utf-8")
+            sinks = open_sinks(
+                cfg.trainer.logger,
+                folder.path,
+                project=cfg.trainer.project_name,
+                experiment=cfg.trainer.experiment_name,
+                settings=to_dict(cfg),
+            )
+            self._sinks = Sinks(sinks)
+        except BaseException as error:
+            # A half folder would stand in the way of the next try.
+            remove_run(folder.path)
+            folder.is_begun = False
+            if isinstance(error, OSError):
+                reason = f"{folder.path} cannot be written ({error.strerror or error})"
+                cure = "name a folder that can be, or free some space"
+                raise ConfigError([Fault(ROOT_KEY, cfg.trainer.default_local_dir, reason, cure)]) from error
+            raise
+
+    def _step(self, step: int) -> bool:
+        """One step with its save, validation and samples; whether it was the last."""
+        cfg, trainer = self._cfg, self._trainer
+        self._saved = None
+        metrics = trainer.train_step(step)
+        last = step == self._total or trainer.finished()
+        if "console" in cfg.trainer.logger and _shown(cfg, step, last):
+            self._progress.say(step_line(step, self._total, metrics))
+        due = _due_for_validation(cfg, trainer, step, last)
+        try:
+            # Saved first: an error in validation or in the writing of samples costs no weights.
+            self._save_if_due(step, last)
+            found = self._validated(step) if due else {}
+        except BaseException:
+            self._sinks.write(step, metrics)
+            raise
+        self._note_validation(step, metrics, found)
+        self._keep_samples(step, trainer.sample_rollouts(cfg.trainer.num_logged_rollouts))
+        return last
+
+    def _save_if_due(self, step: int, last: bool) -> None:
+        frequency = self._cfg.trainer.save_freq
+        if frequency > 0 and step % frequency == 0:
+            self._save(self._folder.path / f"global_step_{step}" / "actor")
+        if last and frequency != 0:
+            self._save(self._folder.path / "final")
+
+    def _save(self, path: Path) -> None:
+        start = time.perf_counter()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._trainer.save(str(path))
+        self._saved = path
+        self._progress.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+
+    def _validated(self, step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        found = self._trainer.validate(step)
+        return found | {"time/validate": time.perf_counter() - start} if found else {}
+
+    def _note_validation(self, step: int, metrics: dict[str, float], found: dict[str, float]) -> None:
+        if found or metrics:
+            self._sinks.write(step, metrics | found)
+        if found:
+            shown = {name: value for name, value in found.items() if name != "time/validate"}
+            self._progress.say(f"validation  {step_line(step, self._total, shown)}")
+
+    def _keep_samples(self, step: int, rollouts: list[dict[str, Any]]) -> None:
+        lines = [json.dumps({"step": step, **rollout}, default=str) + "\n" for rollout in rollouts]
+        if not lines:
+            return
+        file = self._folder.path / ROLLOUTS_FILE
+        try:
+            with file.open("a", encoding="utf-8") as handle:
+                handle.writelines(lines)
+        except OSError as error:
+            if not self._samples_fail:
+                logger.warning("%s: samples of step %d are lost (%s); training goes on", file, step, error)
+            self._samples_fail = True
 
 
 def _shown(cfg: RunConfig, step: int, last: bool) -> bool:
@@ -154,33 +241,9 @@ def _due_for_validation(cfg: RunConfig, trainer: Trainer, step: int, last: bool)
     return last or (step % frequency == 0 if frequency > 0 else epoch_end)
 
 
-def _validate(
-    trainer: Trainer, step: int, metrics: dict[str, float], sinks: list[Sink], progress: Progress, total: int
-) -> None:
-    start = time.perf_counter()
-    found = trainer.validate(step)
-    if not found and not metrics:
-        return
-    _record(step, metrics | found | ({"time/validate": time.perf_counter() - start} if found else {}), sinks)
-    if found:
-        progress.say(f"validation  {step_line(step, total, found)}")
-
-
-def _record(step: int, metrics: Mapping[str, float], sinks: list[Sink]) -> None:
-    for sink in sinks:
-        sink.write(step, metrics)
-
-
-def _keep_rollouts(folder: Path, step: int, rollouts: list[dict[str, Any]]) -> None:
-    if not rollouts:
-        return
-    with (folder / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
-        for rollout in rollouts:
-            file.write(json.dumps({"step": step, **rollout}, default=str) + "\n")
-
-
-def _save(trainer: Trainer, path: Path, progress: Progress) -> None:
-    start = time.perf_counter()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    trainer.save(str(path))
-    progress.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+def _draw_curves(cfg: RunConfig, folder: Path) -> None:
+    title = f"{cfg.algorithm.name}: {cfg.trainer.experiment_name}"
+    try:
+        plot_curves(folder / METRICS_FILE, folder / "curves.png", title)
+    except (OSError, DataError, MissingDependency) as error:
+        logger.warning("curves.png was not drawn: %s", error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -143,16 +145,20 @@ def write_model(
     earlier save as it was. Raises CheckpointError then.
     """
     path = Path(path)
-    staging = path.with_name(path.name + ".writing")
+    mark = uuid.uuid4().hex[:8]
+    # A name of its own: what others call NAME.writing is theirs.
+    staging = path.with_name(f".{path.name}.{mark}.writing")
     try:
-        shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         _write_shards(staging, tensors, max_shard_bytes)
         _copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), dtype, config_changes)
-        _replace_folder(staging, path)
-    except (OSError, SafetensorError) as error:
+        _replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"{path}: could not be written ({error}); an earlier save there is intact") from error
+        if isinstance(error, OSError | SafetensorError):
+            text = f"{path}: could not be written ({error}); an earlier save there is intact"
+            raise CheckpointError(text) from error
+        raise
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> None:
@@ -203,10 +209,18 @@ def _copy_companions(
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _replace_folder(staging: Path, path: Path) -> None:
-    old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    staging.rename(path)
+def _replace_folder(staging: Path, path: Path, old: Path) -> None:
+    """`staging` takes the place of `path`, once it is on the disk: some say only then that they are full."""
+    for file in staging.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    if not path.exists() or not any(path.iterdir()):
+        staging.rename(path)
+        return
+    path.rename(old)
+    try:
+        staging.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
