@@ -21,6 +21,7 @@ from megatron_rl.config.keys import as_markdown, find_keys, near_words
 from megatron_rl.config.keys import as_text as list_of_keys
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
+from megatron_rl.config.run import Verb
 from megatron_rl.errors import ConfigError, Fault, MegatronRLError
 from megatron_rl.observe.versions import versions_line
 from megatron_rl.reshard import request as plan_request
@@ -99,7 +100,7 @@ def _run(verb: str, arguments: list[str]) -> int:
     try:
         if verb == "plan":
             return _plan(files, overrides, options)
-        return _COMMANDS[verb](resolve(files, overrides), options)
+        return _COMMANDS[verb](resolve(files, overrides, _PURPOSES.get(verb, "train")), options)
     except MegatronRLError as error:
         if isinstance(error, ConfigError) and getattr(options, "json", False):
             print(json.dumps({"ok": False, "faults": [asdict(fault) for fault in error.faults]}, indent=2, default=str))
@@ -158,6 +159,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     if verb == "check":
         parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
         parser.add_argument("--all", action="store_true", help="print every key, not only those that differ")
+    if verb == "eval":
+        name = "trainer.default_local_dir/trainer.experiment_name-eval"
+        parser.add_argument("--out", metavar="DIR", help=f"folder for answers and scores; {name} when left out")
     if verb == "export":
         parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not hold other files")
     return parser
@@ -252,13 +256,10 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
 
 
 def _eval(resolved: Resolved, options: argparse.Namespace) -> int:
-    if not resolved.config.data.val_files:
-        reason = "eval scores the model on these files, and there are none"
-        raise ConfigError([Fault("data.val_files", [], reason, "give at least one Parquet, JSONL or Arrow file")])
     from megatron_rl import trainers
 
     _print_mapping(resolved)
-    trainers.evaluate(resolved.config)
+    trainers.evaluate(resolved.config, out=options.out)
     return 0
 
 
@@ -269,6 +270,7 @@ def _export(resolved: Resolved, options: argparse.Namespace) -> int:
     return 0
 
 
+_PURPOSES: dict[str, Verb] = {"eval": "eval", "export": "export"}
 _COMMANDS: dict[str, Callable[[Resolved, argparse.Namespace], int]] = {
     "check": _check,
     "train": _train,

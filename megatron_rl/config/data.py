@@ -13,9 +13,9 @@ FileList = Annotated[list[UserPath], OneOrMany]
 
 @section
 class DataConfig:
-    train_files: FileList
+    train_files: FileList = Field(default_factory=list)
     """Files of the training set: .parquet, .arrow, .jsonl, .json, .csv (the last three also as .gz), folders of
-    datasets.save_to_disk, or patterns (data/*.parquet); one path or a list."""
+    datasets.save_to_disk, or patterns (data/*.parquet); one path or a list. eval and export do not read them."""
     mix_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """data_source: weight. Each source's share of the training items is its weight over their sum; empty: every
     row once an epoch."""

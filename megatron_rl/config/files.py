@@ -32,6 +32,14 @@ def val_files(cfg: RunConfig) -> list[Fault]:
     return data_files("data.val_files", cfg.data.val_files)[1]
 
 
+def eval_files(cfg: RunConfig) -> list[Fault]:
+    """There is something to score the model on."""
+    if cfg.data.val_files:
+        return []
+    reason = "eval scores the model on these files, and there are none"
+    return [Fault("data.val_files", [], reason, "give at least one file")]
+
+
 def reward_file(value: str, file: Path, name: str) -> list[Fault]:
     """A file that defines a reward is there and defines it; `value` is what the reward was called."""
     key = "reward.function"

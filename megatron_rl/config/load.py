@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_rl.config import verl
 from megatron_rl.config.explain import MISSING, bad_value, refused_value, unknown_key
 from megatron_rl.config.reader import Entry, NoEffect, read_file, read_overrides, resolve_numbers
-from megatron_rl.config.run import RunConfig, cross_faults
+from megatron_rl.config.run import RunConfig, Verb, cross_faults
 from megatron_rl.config.schema import Schema, schema_of
 from megatron_rl.errors import ConfigError, Fault
 
@@ -48,8 +48,8 @@ def load_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> RunConfi
     return resolve(paths, overrides).config
 
 
-def resolve(paths: Sequence[str], overrides: Sequence[str] = ()) -> Resolved:
-    """As load_config, and tells how verl's keys were mapped."""
+def resolve(paths: Sequence[str], overrides: Sequence[str] = (), verb: Verb = "train") -> Resolved:
+    """As load_config, and tells how verl's keys were mapped. verb: what the config must be complete for."""
     schema = run_schema()
     entries, faults, complete = _read(paths, overrides, schema)
     unreadable = {fault.key for fault in faults} & schema.keys.keys()
@@ -76,7 +76,7 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = ()) -> Resolved:
     refused.sort(key=lambda fault: order.index(fault.key.partition("[")[0]))
     faults += [_placed(fault, known) for fault in refused if complete or fault.reason != MISSING]
     if complete:
-        faults += [_placed(fault, known) for fault in cross_faults(config, frozenset(unreadable))]
+        faults += [_placed(fault, known) for fault in cross_faults(config, frozenset(unreadable), verb)]
     if faults:
         raise ConfigError(faults)
     return Resolved(config, mapped, accepted)

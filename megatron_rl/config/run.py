@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,7 +27,7 @@ class RunConfig:
     """Everything a run is told. Frozen; every value is in force as it stands here."""
 
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = Field(default_factory=DataConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     ref: RefConfig = Field(default_factory=RefConfig)
@@ -99,12 +100,18 @@ class RunConfig:
         return self.rollout.n if self.is_rl else 1
 
 
+Verb = Literal["train", "eval", "export"]
+"""What a config is resolved for: `check` and `plan` look at it as `train` does."""
+
+
 @dataclass(frozen=True)
 class Check:
     """A check and the keys it reads; it says nothing when one of them could not be read itself."""
 
     reads: tuple[str, ...]
     run: Callable[[RunConfig], list[Fault]]
+    verbs: tuple[Verb, ...] = ("train", "eval", "export")
+    """Verbs that use what the check looks at: an export needs neither data nor a reward."""
 
 
 _WORLD = ("cluster.nnodes", "cluster.n_gpus_per_node")
@@ -179,18 +186,19 @@ CHECKS: tuple[Check, ...] = (
     Check(("algorithm.name", "rollout.top_p"), checks.top_p),
     Check(("algorithm.name", "rollout.top_k"), checks.top_k),
     Check(("algorithm.name", "trainer.target_loss"), checks.target_loss),
-    Check(("trainer.test_freq", "data.val_files"), checks.validation),
+    Check(("trainer.test_freq", "data.val_files"), checks.validation, ("train",)),
     Check((*_KL, "ref.path"), checks.reference),
     Check(("actor.optim.lr_warmup_steps", "actor.optim.lr_decay_steps"), checks.decay_after_warmup),
     Check(
         (*_BATCH, "actor.ppo_epochs", "trainer.total_training_steps", "actor.optim.lr_warmup_steps"),
         checks.warmup_ends,
     ),
-    Check(("data.train_files",), files.train_files),
-    Check(("data.val_files",), files.val_files),
-    Check(_REWARD, reward_checks.reward_functions),
-    Check((*_REWARD, "reward.failed_score"), reward_checks.reward_numbers),
-    Check(_REWARD, reward_checks.reward_workers),
+    Check(("data.train_files",), files.train_files, ("train",)),
+    Check(("data.val_files",), files.val_files, ("train", "eval")),
+    Check(("data.val_files",), files.eval_files, ("eval",)),
+    Check(_REWARD, reward_checks.reward_functions, ("train", "eval")),
+    Check((*_REWARD, "reward.failed_score"), reward_checks.reward_numbers, ("train", "eval")),
+    Check(_REWARD, reward_checks.reward_workers, ("train", "eval")),
     Check(("model.path",), files.model),
     Check(_CRITIC_FILES, ppo.critic_files),
     Check(("model.path", "model.init"), files.weights),
@@ -201,16 +209,22 @@ CHECKS: tuple[Check, ...] = (
     Check(("model.path", "actor.tp", "actor.ep", "actor.etp", "actor.sequence_parallel"), files.experts),
     Check(("model.path", "actor.vpp", *_STAGES), files.pipeline_stages),
     Check(("model.path", "algorithm.name", "rollout.name"), files.head_dim),
-    Check(("trainer.default_local_dir", "trainer.experiment_name"), folders.run_folder),
-    Check(("model.path", *_LENGTHS), files.positions),
-    Check(("model.path", "algorithm.name", "rollout.max_model_len"), files.engine_positions),
+    Check(("trainer.default_local_dir", "trainer.experiment_name"), folders.run_folder, ("train", "eval")),
+    Check(("model.path", *_LENGTHS), files.positions, ("train", "eval")),
+    Check(("model.path", "algorithm.name", "rollout.max_model_len"), files.engine_positions, ("train", "eval")),
 )
 
 
-def cross_faults(cfg: RunConfig, unreadable: frozenset[str] = frozenset()) -> list[Fault]:
+def cross_faults(cfg: RunConfig, unreadable: frozenset[str] = frozenset(), verb: Verb = "train") -> list[Fault]:
     """Everything wrong with `cfg` that no single section can see: sizes, layout, names, files, model shape.
 
+    verb: what the config is for; checks of what that does not use are left out.
     unreadable: keys whose own value is wrong already; checks that read one of them are left out.
     Reads what the config names (config.json, the index of weight files, a reward file), no data, no weights.
     """
-    return [fault for check in CHECKS if not unreadable & set(check.reads) for fault in check.run(cfg)]
+    return [
+        fault
+        for check in CHECKS
+        if verb in check.verbs and not unreadable & set(check.reads)
+        for fault in check.run(cfg)
+    ]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shlex
 import subprocess
+import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from megatron_rl import __version__
 
@@ -33,6 +38,18 @@ def commit() -> str | None:
         return None
     head, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if head is None else head + ("-dirty" if changes else "")
+
+
+def run_record() -> dict[str, Any]:
+    """What a run folder says of its making: versions, commit, command line, folder, host, time of the start (UTC)."""
+    return {
+        "versions": versions(),
+        "commit": commit(),
+        "command": shlex.join(sys.argv),
+        "working_directory": os.getcwd(),
+        "host": platform.node(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def versions_line() -> str:

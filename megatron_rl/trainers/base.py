@@ -48,13 +48,15 @@ class RlTrainer:
         """Loads data and checks the reward before any worker starts, so that bad input costs seconds."""
         self.cfg = cfg
         self.renderer = Renderer.from_config(cfg.model, cfg.data)
-        self.train_set = load_prompts(cfg.data, cfg.data.train_files, self.renderer)
+        # An evaluation has no training files.
+        self.train_set = load_prompts(cfg.data, cfg.data.train_files, self.renderer) if cfg.data.train_files else None
         self.val_set = (
             load_prompts(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
         )
-        sources = [prompt.data_source for prompt in self.train_set.prompts]
-        self.stream = open_stream(cfg.data, sources, cfg.trainer.seed)
-        epoch = steps_per_epoch(len(self.train_set.prompts), cfg.data.train_batch_size)
+        prompts = self.train_set.prompts if self.train_set else ()
+        sources = [prompt.data_source for prompt in prompts]
+        self.stream = open_stream(cfg.data, sources, cfg.trainer.seed) if prompts else None
+        epoch = steps_per_epoch(len(prompts), cfg.data.train_batch_size)
         self.steps_per_epoch = epoch
         self.total_steps = cfg.trainer.total_training_steps or epoch * cfg.trainer.total_epochs
         # One mini-batch and one epoch: the policy that is updated is the one that sampled, and its log-probabilities
@@ -70,7 +72,7 @@ class RlTrainer:
         self.kl_control = KlControl(cfg.algorithm.kl_ctrl)
         self.rewards = RunRewards(cfg)
         try:
-            self.rewards.preflight([*self.train_set.prompts, *(self.val_set.prompts if self.val_set else ())])
+            self.rewards.preflight([*prompts, *(self.val_set.prompts if self.val_set else ())])
             self.policy = self.start_workers()
         except BaseException:
             self.rewards.close()
@@ -88,6 +90,7 @@ class RlTrainer:
 
     def next_prompts(self) -> list[Prompt]:
         """The next data.train_batch_size prompts."""
+        assert self.train_set is not None and self.stream is not None, "an evaluation takes no steps"
         return [self.train_set.prompts[i] for i in self.stream.next()]
 
     def run_flow(self, step: int) -> tuple[dict[str, Any], float]:
@@ -303,7 +306,18 @@ class RlTrainer:
         for at in range(0, len(prompts), size):
             part = prompts[at : at + size]
             groups += self.sample(part, val.n, val.temperature, val.top_p, val.top_k, f"val/{step}", first=at)
-        return validation_metrics(groups, self.reward(groups), val.pass_score)
+        self.last_validation = (groups, self.reward(groups))
+        return validation_metrics(*self.last_validation, val.pass_score)
+
+    def validation_rows(self) -> list[dict[str, Any]]:
+        """Each sample of the last validation with its score, row after row."""
+        groups, results = self.last_validation
+        rest = iter(results)
+        return [
+            {"row": group.prompt.index, **sample_record(group, rollout, next(rest))}
+            for group in groups
+            for rollout in group.rollouts
+        ]
 
     def finished(self) -> bool:
         """A run that samples takes all its steps."""
@@ -314,20 +328,7 @@ class RlTrainer:
         groups = self.last_groups
         per_group = len(groups[0].rollouts)
         picked = [i * len(groups) // count for i in range(min(count, len(groups)))]
-        return [
-            {
-                "prompt": groups[i].prompt.text,
-                "response": groups[i].rollouts[0].text,
-                "ground_truth": groups[i].prompt.ground_truth,
-                "reward": self.last_results[i * per_group].value,
-                "failed": self.last_results[i * per_group].failed,
-                "finish_reason": groups[i].rollouts[0].finish_reason,
-                "num_tokens": len(groups[i].rollouts[0].token_ids),
-                "weight_version": groups[i].weight_version,
-                "data_source": groups[i].prompt.data_source,
-            }
-            for i in picked
-        ]
+        return [sample_record(groups[i], groups[i].rollouts[0], self.last_results[i * per_group]) for i in picked]
 
     def save(self, path: str) -> None:
         """The actor in Hugging Face form."""
@@ -342,7 +343,23 @@ class RlTrainer:
 
     def data_summary(self) -> dict[str, PromptSet]:
         """What was read, for the run's first lines."""
-        return {"train": self.train_set} | ({"val": self.val_set} if self.val_set else {})
+        sets = {"train": self.train_set, "val": self.val_set}
+        return {name: prompts for name, prompts in sets.items() if prompts is not None}
+
+
+def sample_record(group: RolloutGroup, rollout: Rollout, result: RewardResult) -> dict[str, Any]:
+    """One sample as rollouts.jsonl and an evaluation's answers.jsonl hold it."""
+    return {
+        "prompt": group.prompt.text,
+        "response": rollout.text,
+        "ground_truth": group.prompt.ground_truth,
+        "reward": result.value,
+        "failed": result.failed,
+        "finish_reason": rollout.finish_reason,
+        "num_tokens": len(rollout.token_ids),
+        "weight_version": group.weight_version,
+        "data_source": group.prompt.data_source,
+    }
 
 
 def bare(batch: TrainBatch) -> TrainBatch:

@@ -22,12 +22,15 @@ from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.report import plot_curves
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, open_sinks, require_sinks
 from megatron_rl.observe.step_line import step_line
+from megatron_rl.observe.versions import run_record
 from megatron_rl.trainers.run_folder import RunFolder, claim, remove_run
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 ROLLOUTS_FILE = "rollouts.jsonl"
+RECORD_FILE = "run.json"
+"""Versions, commit, command line and time of the start."""
 
 
 class Counted(Protocol):
@@ -55,6 +58,10 @@ class Trainer(Protocol):
 
     def train_step(self, step: int) -> dict[str, float]: ...
     def validate(self, step: int) -> dict[str, float]: ...
+    def validation_rows(self) -> list[dict[str, Any]]:
+        """What the last validation saw, one row a sample."""
+        ...
+
     def finished(self) -> bool:
         """Whether the run may end before total_steps."""
         ...
@@ -69,11 +76,13 @@ class Trainer(Protocol):
 
 
 def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
-    """Train to the end. Leaves in the run folder: config.yaml, metrics.jsonl, rollouts.jsonl, curves.png, final/.
+    """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl, rollouts.jsonl,
+    curves.png, final/.
 
     Everything that is refused is found before the folder changes: an earlier run in it stays as it was.
     """
     setup_logging("controller")
+    record = run_record()
     progress = Progress()
     with claim(cfg.trainer) as folder:
         if folder.path != Path(cfg.trainer.run_dir):
@@ -87,11 +96,13 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
         try:
             for line in summary_lines(trainer.data_summary(), cfg.data.mix_weights):
                 progress.say(line)
-            _Run(cfg, trainer, folder, progress).train()
+            _Run(cfg, trainer, folder, progress, record).train()
         finally:
             trainer.close()
         _draw_curves(cfg, folder.path)
-        progress.say(f"run folder: {folder.path} (config.yaml, metrics.jsonl, rollouts.jsonl, curves.png, final/)")
+        progress.say(
+            f"run folder: {folder.path} (config.yaml, run.json, metrics.jsonl, rollouts.jsonl, curves.png, final/)"
+        )
 
 
 def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float]) -> list[str]:
@@ -117,7 +128,11 @@ def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float])
 class _Run:
     """The steps of a run, and what is written around them."""
 
-    def __init__(self, cfg: RunConfig, trainer: Trainer, folder: RunFolder, progress: Progress) -> None:
+    def __init__(
+        self, cfg: RunConfig, trainer: Trainer, folder: RunFolder, progress: Progress, record: Mapping[str, Any]
+    ) -> None:
+        """record: what run.json shall hold."""
+        self._record = record
         self._cfg, self._trainer, self._folder, self._progress = cfg, trainer, folder, progress
         self._total = trainer.total_steps
         self._sinks = Sinks([])
@@ -150,6 +165,7 @@ class _Run:
         folder.begin()
         try:
             (folder.path / CONFIG_FILE).write_text(dump_yaml(cfg), encoding="utf-8")
+            (folder.path / RECORD_FILE).write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
             sinks = open_sinks(
                 cfg.trainer.logger,
                 folder.path,

@@ -27,7 +27,7 @@ from megatron_rl.errors import ConfigError, Fault
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-FILES = ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id")
+FILES = ("config.yaml", "run.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id")
 MODELS = ("final", "critic")
 """Folders of saved models; a step's are below STEP."""
 STEP = re.compile(r"global_step_\d+")

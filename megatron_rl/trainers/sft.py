@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,19 +32,22 @@ class SftTrainer:
         """Loads the data before any worker starts, so that bad input costs seconds."""
         self.cfg = cfg
         self.renderer = Renderer.from_config(cfg.model, cfg.data)
-        self.train_set = load_sft(cfg.data, cfg.data.train_files, self.renderer)
+        # An evaluation has no training files.
+        self.train_set = load_sft(cfg.data, cfg.data.train_files, self.renderer) if cfg.data.train_files else None
         self.val_set = (
             load_sft(cfg.data, cfg.data.val_files, self.renderer, validation=True) if cfg.data.val_files else None
         )
-        sources = [sample.data_source for sample in self.train_set.samples]
-        self.stream = open_stream(cfg.data, sources, cfg.trainer.seed)
-        self.steps_per_epoch = steps_per_epoch(len(self.train_set.samples), cfg.data.train_batch_size)
+        samples = self.train_set.samples if self.train_set else ()
+        sources = [sample.data_source for sample in samples]
+        self.stream = open_stream(cfg.data, sources, cfg.trainer.seed) if samples else None
+        self.steps_per_epoch = steps_per_epoch(len(samples), cfg.data.train_batch_size)
         self.total_steps = cfg.trainer.total_training_steps or self.steps_per_epoch * cfg.trainer.total_epochs
         self.loss_ema: float | None = None
         self.policy = start_policy(cfg, self.total_steps, with_engine=False)
 
     def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step over train_batch_size sequences."""
+        assert self.train_set is not None and self.stream is not None, "an evaluation takes no steps"
         start = time.perf_counter()
         batch = to_batch([self.train_set.samples[i] for i in self.stream.next()])
         segments = batch.segment_ids()
@@ -80,29 +84,44 @@ class SftTrainer:
         """
         if self.val_set is None:
             return {}
-        loss = hits = tokens = whole = 0.0
         samples, size = self.val_set.samples, self.cfg.data.val_batch_size or self.cfg.data.train_batch_size
-        for at in range(0, len(samples), size):
-            batch = to_batch(samples[at : at + size])
-            ranks = self._plan(batch).passes()
-            found = self.policy.logprobs(select_micro_batches(batch, ranks), 1.0)
-            columns = {
-                name: collect_column(batch, ranks, [[part[name] for part in rank] for rank in found])
-                for name in ("logprobs", "greedy")
-            }
-            loss -= float(columns["logprobs"].double().sum())
-            hits += float(columns["greedy"].sum())
-            tokens += float(batch.loss_mask.sum())
-            missed = torch.zeros(batch.num_sequences).index_add_(
-                0, batch.segment_ids(), batch.loss_mask.float() - columns["greedy"]
-            )
-            whole += float((missed == 0).sum())
+        self.last_validation = [
+            row for at in range(0, len(samples), size) for row in self._score(samples[at : at + size])
+        ]
+        rows = self.last_validation
+        tokens = sum(row["num_tokens"] for row in rows)
         return {
-            "val/loss": loss / tokens,
-            "val/token_accuracy": hits / tokens,
-            "val/accuracy": whole / len(samples),
-            "val/num_samples": float(len(samples)),
+            "val/loss": math.fsum(row["loss"] for row in rows) / tokens,
+            "val/token_accuracy": sum(row["num_hits"] for row in rows) / tokens,
+            "val/accuracy": sum(row["num_hits"] == row["num_tokens"] for row in rows) / len(rows),
+            "val/num_samples": float(len(rows)),
         }
+
+    def _score(self, samples: Sequence[SftSample]) -> list[dict[str, Any]]:
+        """Of each sample the summed loss, the trained tokens, and those that greedy decoding would give."""
+        batch = to_batch(samples)
+        ranks = self._plan(batch).passes()
+        found = self.policy.logprobs(select_micro_batches(batch, ranks), 1.0)
+        columns = {"num_tokens": batch.loss_mask} | {
+            name: collect_column(batch, ranks, [[part[name] for part in rank] for rank in found])
+            for name in ("logprobs", "greedy")
+        }
+        segments, zeros = batch.segment_ids(), torch.zeros(len(samples), dtype=torch.float64)
+        sums = {name: zeros.index_add(0, segments, column.double()).tolist() for name, column in columns.items()}
+        return [
+            {
+                "row": sample.index,
+                "data_source": sample.data_source,
+                "loss": -sums["logprobs"][i],
+                "num_tokens": int(sums["num_tokens"][i]),
+                "num_hits": int(sums["greedy"][i]),
+            }
+            for i, sample in enumerate(samples)
+        ]
+
+    def validation_rows(self) -> list[dict[str, Any]]:
+        """Each row of the last validation: its summed loss, trained tokens, and those that greedy decoding gives."""
+        return self.last_validation
 
     def _plan(self, batch: TrainBatch) -> BatchPlan:
         return plan_for(self.cfg, batch.seq_lens, [0] * batch.num_sequences)
@@ -121,7 +140,8 @@ class SftTrainer:
 
     def data_summary(self) -> dict[str, SftSet]:
         """What was read, for the run's first lines."""
-        return {"train": self.train_set} | ({"val": self.val_set} if self.val_set else {})
+        sets = {"train": self.train_set, "val": self.val_set}
+        return {name: samples for name, samples in sets.items() if samples is not None}
 
 
 def to_batch(samples: Sequence[SftSample]) -> TrainBatch:

@@ -129,7 +129,7 @@ def test_train_eval_and_export_hand_the_config_to_trainers(
 ) -> None:
     calls: list[tuple[str, Any]] = []
     monkeypatch.setattr(trainers, "run", lambda cfg: calls.append(("run", cfg.rollout.n)), raising=False)
-    monkeypatch.setattr(trainers, "evaluate", lambda cfg: calls.append(("evaluate", cfg.rollout.n)), raising=False)
+    monkeypatch.setattr(trainers, "evaluate", lambda cfg, out: calls.append(("evaluate", cfg.rollout.n)), raising=False)
     monkeypatch.setattr(trainers, "export", lambda cfg, out: calls.append(("export", out)), raising=False)
     assert run(capsys, "train", config, "rollout.n=3")[0] == 0
     code, _, err = run(capsys, "eval", config)
@@ -137,6 +137,35 @@ def test_train_eval_and_export_hand_the_config_to_trainers(
     assert run(capsys, "eval", config, "rollout.n=4", f"data.val_files={tmp_path / 'train.jsonl'}")[0] == 0
     assert run(capsys, "export", config, "--out", str(tmp_path / "hf"))[0] == 0
     assert calls == [("run", 3), ("evaluate", 4), ("export", str(tmp_path / "hf"))]
+
+
+@pytest.mark.parametrize("verb", ["eval", "export"])
+def test_eval_and_export_need_no_training_data(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base_settings(tmp_path)
+    calls: list[str] = []
+    monkeypatch.setattr(trainers, "evaluate", lambda cfg, out: calls.append("eval"), raising=False)
+    monkeypatch.setattr(trainers, "export", lambda cfg, out: calls.append("export"), raising=False)
+    settings = [f"model.path={tmp_path / 'model'}", *(["--out", "hf"] if verb == "export" else [])]
+    if verb == "eval":
+        lengths = ["data.max_prompt_length=16", "data.max_response_length=8"]
+        settings += [f"data.val_files={tmp_path / 'train.jsonl'}", *lengths]
+    assert run(capsys, verb, *settings) == (0, "", "") and calls == [verb]
+    moved = "data.train_files=moved/away.parquet"
+    assert run(capsys, verb, *settings, moved)[0] == 0
+    code, _, err = run(capsys, "train", *(text for text in settings if "=" in text))
+    assert code == 2 and "data.train_files: [] -- is empty -- give " in err
+
+
+def test_export_needs_neither_validation_data_nor_a_reward(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainers, "export", lambda cfg, out: None, raising=False)
+    gone = ["data.val_files=gone.parquet", "reward.function=gone.py:score", "trainer.test_freq=5"]
+    assert run(capsys, "export", config, *gone, "--out", str(tmp_path / "hf"))[0] == 0
+    code, _, err = run(capsys, "train", config, *gone)
+    assert code == 2 and "gone.parquet" in err and "gone.py" in err
 
 
 def test_a_refusal_of_the_run_is_a_message_and_a_bug_is_a_traceback(

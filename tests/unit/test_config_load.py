@@ -183,7 +183,7 @@ def test_a_check_whose_key_is_wrong_itself_says_nothing_more(tmp_path: Path) -> 
         ("trainer.experiment_name=3", "not text", "trainer.experiment_name='\"3\"'"),
         ("rollout.stop=7", "not a list", "[a, b]"),
         ("reward.kwargs=7", "not a mapping", "{name: value}"),
-        ("data.train_files=null", "needs a value", "data.train_files="),
+        ("model.path=null", "needs a value", "model.path="),
         ("trainer.experiment_name=${oc.env:USER}", "interpolations", "write the value out"),
         ("rollout.name=???", "must be given", "rollout.name=vllm"),
     ],

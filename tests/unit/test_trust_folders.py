@@ -173,7 +173,7 @@ def settings(root: Path, overwrite: str = "refuse", name: str = "a") -> TrainerC
 
 
 MADE = [
-    "config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id", "final/model.safetensors",
+    "config.yaml", "run.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id", "final/model.safetensors",
     "final/config.json", "final/vocab.txt", "critic/model.safetensors", "global_step_2/actor/model.safetensors",
     "global_step_2/critic/config.json", "global_step_40/actor/model-00001-of-00002.safetensors",
     "tensorboard/events.out.tfevents.1.host.1.0", "wandb/offline-run-1/x", "wandb/debug.log",
@@ -370,7 +370,16 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-WHOLE = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "final", "global_step_2", LOCK_FILE}
+WHOLE = {
+    "config.yaml",
+    "run.json",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "curves.png",
+    "final",
+    "global_step_2",
+    LOCK_FILE,
+}
 
 
 def test_a_second_run_under_the_same_name(cfg: RunConfig, tmp_path: Path):
