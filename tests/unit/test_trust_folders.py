@@ -173,11 +173,12 @@ def settings(root: Path, overwrite: str = "refuse", name: str = "a") -> TrainerC
 
 
 MADE = [
-    "config.yaml", "run.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id", "final/model.safetensors",
-    "final/config.json", "final/vocab.txt", "critic/model.safetensors", "global_step_2/actor/model.safetensors",
-    "global_step_2/critic/config.json", "global_step_40/actor/model-00001-of-00002.safetensors",
-    "tensorboard/events.out.tfevents.1.host.1.0", "wandb/offline-run-1/x", "wandb/debug.log",
-    ".final.0123abcd.writing/model.safetensors", "global_step_40/.actor.0123abcd.writing/x",
+    "config.yaml", "run.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id",
+    "final/model.safetensors", "final/config.json", "final/vocab.txt", "critic/model.safetensors",
+    "global_step_2/actor/model.safetensors", "global_step_2/critic/config.json",
+    "global_step_40/actor/model-00001-of-00002.safetensors", "tensorboard/events.out.tfevents.1.host.1.0",
+    "wandb/offline-run-1/x", "wandb/debug.log", ".final.0123abcd.writing/model.safetensors",
+    "global_step_40/.actor.0123abcd.writing/x",
 ]  # fmt: skip
 USERS = [
     "notes.txt", "final.old/model.safetensors", "X.writing/y", "final.writing/z", "metrics.tmp", "config.yaml.bak",
