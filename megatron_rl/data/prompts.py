@@ -11,13 +11,15 @@ and plain rows (prompt, answer) are read as they are. Other keys are ignored.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.data_paths import stem_of
+from megatron_rl.data.chat_text import CURE, is_chat_text
 from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, find_value, read_rows, refuse_bad_rows
 from megatron_rl.data.render import Message, Renderer
 from megatron_rl.data.tokenized import Rendered, render_rows
@@ -128,6 +130,8 @@ def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) 
     """A row's prompt or conversation, if it is one. Raises BadRow where it is something else."""
     if value is None:
         raise BadRow(f"there is no {key!r} -- add it, or name the column in data.{kind}_key")
+    if isinstance(value, str) and is_chat_text(value):
+        raise BadRow(f"{key!r} is text that holds chat messages -- {CURE}")
     if isinstance(value, str) and kind == "prompt":
         return value
     if not isinstance(value, list):
@@ -172,7 +176,24 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, nee
 
 def _ground_truth(cfg: DataConfig, values: dict[str, Any]) -> Any:
     keys = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS) if cfg.label_key is None else (cfg.label_key,)
-    return next((found for key in keys if (found := find_value(values, key)) is not None), None)
+    key, truth = next(((key, found) for key in keys if (found := find_value(values, key)) is not None), ("", None))
+    odd = next(_incomparable(truth), None)
+    if odd is not None:
+        raise BadRow(
+            f"the ground truth {key!r} holds {odd!r}, which no response equals -- give text or a number (pandas writes "
+            "a missing number as nan, a column of bytes is text without its encoding), or leave the row out"
+        )
+    return truth
+
+
+def _incomparable(value: object) -> Iterator[float | bytes]:
+    """The numbers that are not finite and the bytes in a value, at any depth."""
+    if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
+        yield value
+    elif isinstance(value, dict):
+        yield from (odd for part in value.values() for odd in _incomparable(part))
+    elif isinstance(value, list):
+        yield from (odd for part in value for odd in _incomparable(part))
 
 
 def _extra_info(cfg: DataConfig, values: dict[str, Any]) -> dict[str, Any]:

@@ -101,8 +101,16 @@ class Renderer:
         return len(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; no special token is added, but those written in the text become their ids."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Ids of `text`; no special token is added, but those written in the text become their ids.
+
+        Raises BadRow where the tokenizer fails on it.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises bare Exception where it has no token for a character
+            reason = (str(error) or "no reason given").splitlines()[0]
+            failure = f"the tokenizer fails on the text ({type(error).__name__}: {reason})"
+            raise BadRow(f"{failure} -- repair the text, or leave the row out") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, by default without special tokens."""
@@ -167,7 +175,8 @@ class Renderer:
 
         What a text adds keeps the ids of the text before it: if encoding the whole would merge characters
         across the seam (a response that starts with the newline that ends the template's head), the addition
-        is encoded by itself.
+        is encoded by itself. A tokenizer that then writes another text (one that puts a space before everything it
+        encodes) cannot cut there, and BadRow is raised.
         """
         before = ""
         ids: list[int] = []
@@ -180,12 +189,23 @@ class Renderer:
                     "for each response (prompt and response keys), or set data.chat_template=plain"
                 )
             whole = self.encode(text)
-            added = whole[len(ids) :] if whole[: len(ids)] == ids else self.encode(text[len(before) :])
+            added = whole[len(ids) :] if whole[: len(ids)] == ids else self._apart(before, text, ids, whole)
             mask += self._trained(added) if trained else [False] * len(added)
             ids += added
             before = text
         self._check_lossless(before, ids)
         return ids, mask
+
+    def _apart(self, before: str, text: str, ids: list[int], whole: list[int]) -> list[int]:
+        """Ids of what `text` adds to `before`, encoded by itself."""
+        after = text[len(before) :]
+        added = self.encode(after)
+        if _composed(self.decode([*ids, *added])) != _composed(self.decode(whole)):
+            raise BadRow(
+                f"a token spans the border between {before[-10:]!r} and {after[:10]!r}, and apart the two are another "
+                "text -- let the first end where a token ends (with a space or newline, say)"
+            )
+        return added
 
     def _trained(self, added: list[int]) -> list[bool]:
         """True up to the last end token; what a template writes after it is no part of the response."""
@@ -204,15 +224,16 @@ class Renderer:
                 f"{self.tokenizer_path}: the tokenizer has no chat template to render messages with "
                 "-- set data.chat_template=plain, or add a chat_template to tokenizer_config.json"
             )
-        from jinja2 import TemplateError
-
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            reason = str(error) or type(error).__name__
-            raise BadRow(f"the chat template refuses the messages: {reason}") from error
+        except Exception as error:  # whatever an expression of the template raises: 1 // 0, say
+            reason = (str(error) or "no reason given").splitlines()[0]
+            raise BadRow(
+                f"the chat template refuses the messages: {reason} ({type(error).__name__}) "
+                "-- give what it asks for, or leave the row out"
+            ) from error
         assert isinstance(text, str)
         return text
 
@@ -313,6 +334,10 @@ def _visible(text: str) -> str:
     """`text` in compatibility form, without spaces and control characters: what every tokenizer keeps."""
     chars = unicodedata.normalize("NFKC", text)
     return "".join(char for char in chars if unicodedata.category(char)[0] not in "CZ")
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
 
 
 def _first_difference(expected: str, found: str) -> str:

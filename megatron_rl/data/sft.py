@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.data import DataConfig
+from megatron_rl.data.chat_text import is_chat_text
 from megatron_rl.data.files import BadRow, Row, find_value, read_rows, refuse_bad_rows
 from megatron_rl.data.prompts import Length, data_source, read_messages, read_prompt, refuse_empty, refuse_overlong
 from megatron_rl.data.render import Renderer
@@ -122,6 +123,8 @@ def render_sample(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -
     if not isinstance(response, str):
         found = "not there" if response is None else f"a {type(response).__name__}"
         raise BadRow(f"{cfg.response_key!r} is {found} -- give a string, or name the column in data.response_key")
+    if is_chat_text(response):
+        raise BadRow(f"{cfg.response_key!r} is text that holds chat messages -- give the answer's text alone")
     ids, mask = renderer.sft_ids(prompt, response)
     return Rendered(ids, loss_mask=mask)
 
