@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.cluster.environment import port_in_use
+from megatron_rl.cluster.surroundings import surroundings_faults
 from megatron_rl.config.folders import nearest_folder, run_folder
 from megatron_rl.config.layout import inspect_model
 from megatron_rl.errors import ConfigError, Fault
@@ -31,7 +32,7 @@ def preflight(cfg: RunConfig, needs_rollout: bool) -> None:
     faults = package_faults(cfg, needs_rollout)
     if find_spec("torch") is not None:
         faults += device_faults(cfg)
-    faults += core_faults(cfg) + folder_faults(cfg) + port_faults(cfg)
+    faults += core_faults(cfg) + folder_faults(cfg) + port_faults(cfg) + surroundings_faults(cfg)
     if faults:
         raise ConfigError(faults)
 
@@ -43,14 +44,13 @@ def package_faults(cfg: RunConfig, needs_rollout: bool) -> list[Fault]:
         needed.append(("cluster.backend", "ray", "ray"))
     if needs_rollout and cfg.rollout.name == "vllm":
         needed.append(("rollout.name", "vllm", "vllm"))
+    cures = dict.fromkeys(needed, _install_cure(cfg.cluster.device))
+    for name in cfg.trainer.logger:
+        if name != "console":
+            cures["trainer.logger", name, name] = f"run `pip install {name}`, or leave it out"
     return [
-        Fault(
-            key,
-            value,
-            f"needs the package {package}, which is not installed",
-            _install_cure(cfg.cluster.device),
-        )
-        for key, value, package in needed
+        Fault(key, value, f"needs the package {package}, which is not installed", cure)
+        for (key, value, package), cure in cures.items()
         if not installed(package)
     ]
 

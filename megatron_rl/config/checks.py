@@ -270,6 +270,16 @@ def top_p(cfg: RunConfig) -> list[Fault]:
     return [_resampled("rollout.top_p", cfg.rollout.top_p, 1.0)] if bad else []
 
 
+def validation_samples(cfg: RunConfig) -> list[Fault]:
+    """Several validation samples of a prompt can differ."""
+    val = cfg.rollout.val
+    if not cfg.is_rl or not cfg.data.val_files or val.n == 1 or val.temperature > 0:
+        return []
+    reason = f"{val.n} samples of each prompt would all be the same: rollout.val.temperature 0 is greedy"
+    cure = "set rollout.val.temperature=1.0 (or another above 0), or rollout.val.n=1"
+    return [Fault("rollout.val.n", val.n, reason, cure)]
+
+
 def top_k(cfg: RunConfig) -> list[Fault]:
     """Training samples from the whole distribution."""
     bad = cfg.is_rl and cfg.rollout.top_k != -1

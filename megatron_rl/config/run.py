@@ -185,6 +185,11 @@ CHECKS: tuple[Check, ...] = (
     Check(("actor.loss_mode",), checks.loss_mode),
     Check(("algorithm.name", "rollout.top_p"), checks.top_p),
     Check(("algorithm.name", "rollout.top_k"), checks.top_k),
+    Check(
+        ("algorithm.name", "data.val_files", "rollout.val.n", "rollout.val.temperature"),
+        checks.validation_samples,
+        ("train", "eval"),
+    ),
     Check(("algorithm.name", "trainer.target_loss"), checks.target_loss),
     Check(("trainer.test_freq", "data.val_files"), checks.validation, ("train",)),
     Check((*_KL, "ref.path"), checks.reference),

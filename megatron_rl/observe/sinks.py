@@ -37,13 +37,6 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def require_sinks(names: Sequence[str]) -> None:
-    """Raise MissingDependency with the pip command where a named sink's package cannot be imported."""
-    for name in names:
-        if name != "console":
-            _require(name, f"pip install {name}")
-
-
 class Sinks:
     """Sinks as one. One that fails is said once and does not stop the run: weights count for more than figures."""
 

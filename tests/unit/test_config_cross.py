@@ -129,6 +129,16 @@ def test_truncated_sampling_is_refused_for_training_and_free_for_validation(tmp_
     load(tmp_path, "rollout.val.top_p=0.9", "rollout.val.top_k=50")
 
 
+def test_several_greedy_validation_samples_are_refused(tmp_path: Path) -> None:
+    """vLLM refuses them in its first validation, after all the steps where that comes last."""
+    val = f"data.val_files={tmp_path / 'train.jsonl'}"
+    fault = only_fault(tmp_path, val, "rollout.val.n=4")
+    assert fault.key == "rollout.val.n" and "greedy" in fault.reason and "rollout.val.temperature=1.0" in fault.cure
+    load(tmp_path, val, "rollout.val.n=4", "rollout.val.temperature=1.0")
+    load(tmp_path, val, "rollout.val.n=1")
+    load(tmp_path, val, "rollout.val.n=4", "algorithm.name=sft")
+
+
 def test_sft_ignores_the_settings_of_generation(tmp_path: Path) -> None:
     load(tmp_path, "algorithm.name=sft", "rollout.top_p=0.9", "rollout.max_model_len=1", "reward.function=none")
 

@@ -1,0 +1,109 @@
+"""What the process finds around it, and a run needs: a home folder, room for sockets, open files, log-ins of loggers.
+
+Each fault is named by the variable or limit that is wrong; nothing is started or sent to find out.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.errors import Fault
+
+if TYPE_CHECKING:
+    from megatron_rl.config.run import RunConfig
+
+LONGEST_SOCKET = 107
+"""Bytes that Linux allows in the path of a Unix socket."""
+RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""Ray's longest socket below its temporary folder; process ids have at most seven digits."""
+LEAST_OPEN_FILES = 1024
+OPEN_FILES_OF_A_RANK = 128
+"""Weight files, sockets to the other ranks and to Ray, pipes: what a rank was seen to hold open is below 100."""
+
+
+def surroundings_faults(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> list[Fault]:
+    """Everything of that kind which would end the run later, or in the middle of it."""
+    faults = temporary_faults(environ) + home_faults(environ) + login_faults(cfg.trainer.logger, environ)
+    if cfg.cluster.backend == "ray" and cfg.cluster.ray_address is None:
+        faults += socket_faults(environ) + open_file_faults(cfg.cluster.n_gpus_per_node)
+    return faults
+
+
+def temporary_faults(environ: Mapping[str, str]) -> list[Fault]:
+    """A temporary folder that is named and cannot be used: Python would take another one without a word."""
+    faults: list[Fault] = []
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        folder = environ.get(name)
+        if folder is None:
+            continue
+        if not folder or not Path(folder).is_dir():
+            faults.append(Fault(name, folder, "there is no such folder", f"make it (mkdir -p), or unset {name}"))
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            faults.append(Fault(name, folder, "cannot be written", f"name a folder that can be, or unset {name}"))
+    return faults
+
+
+def home_faults(environ: Mapping[str, str]) -> list[Fault]:
+    """A home folder in which Ray (its token) and vLLM (its cache) cannot write."""
+    home = environ.get("HOME", os.path.expanduser("~"))
+    if not os.path.isabs(home):
+        return [Fault("HOME", home, "is not a path from the root", "export HOME=/path/to/a/folder/of/yours")]
+    place = Path(home)
+    while not place.exists():
+        place = place.parent
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return []
+    what = "cannot be written" if place.is_dir() else "is a file"
+    reason = f"{place} {what}, and Ray and vLLM keep files in the home folder"
+    return [Fault("HOME", home, reason, "export HOME=/path/to/a/folder/that/you/may/write")]
+
+
+def socket_faults(environ: Mapping[str, str]) -> list[Fault]:
+    """A temporary folder so deep that Ray's sockets below it would have paths longer than the system allows."""
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in environ), "TMPDIR")
+    folder = environ.get(name, "/tmp")
+    length, most = len(os.fsencode(folder.rstrip("/"))), LONGEST_SOCKET - len(RAY_SOCKET)
+    if length <= most:
+        return []
+    reason = (
+        f"has {length} bytes, and Ray's sockets below it leave room for {most} (Linux allows {LONGEST_SOCKET} in all)"
+    )
+    return [Fault(name, folder, reason, "export RAY_TMPDIR=/tmp, or another short path")]
+
+
+def open_file_faults(ranks: int) -> list[Fault]:
+    """A limit of open files that the ranks of this machine would reach; Ray raises the soft one to the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = max(LEAST_OPEN_FILES, ranks * OPEN_FILES_OF_A_RANK)
+    if hard == resource.RLIM_INFINITY or hard >= need:
+        return []
+    reason = f"this shell may open {hard} files at once, and {ranks} ranks with Ray need about {need}"
+    return [Fault("ulimit -n", hard, reason, f"ulimit -Hn {need} (as root, or in limits.conf), or fewer ranks a node")]
+
+
+def login_faults(loggers: list[str], environ: Mapping[str, str]) -> list[Fault]:
+    """Services that would ask for a log-in when the run starts, where nobody is there to answer."""
+    if "wandb" not in loggers or environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return []
+    if environ.get("WANDB_API_KEY") or _in_netrc(environ):
+        return []
+    cure = "run `wandb login`, export WANDB_API_KEY, or export WANDB_MODE=offline"
+    return [Fault("trainer.logger", "wandb", "Weights & Biases has no log-in here and would ask for one", cure)]
+
+
+def _in_netrc(environ: Mapping[str, str]) -> bool:
+    """Whether `wandb login` has left its key in the netrc file (WANDB_BASE_URL's host, or the service's own)."""
+    host = environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0].split(":")[0]
+    home = environ.get("HOME", os.path.expanduser("~"))
+    for name in (environ.get("NETRC"), f"{home}/.netrc", f"{home}/_netrc"):
+        if name and Path(name).is_file():
+            try:
+                return netrc.netrc(name).authenticators(host) is not None
+            except (netrc.NetrcParseError, OSError):
+                return False
+    return False
