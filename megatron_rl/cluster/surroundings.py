@@ -8,7 +8,7 @@ from __future__ import annotations
 import netrc
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,7 @@ def open_file_faults(ranks: int) -> list[Fault]:
     return [Fault("ulimit -n", hard, reason, f"ulimit -Hn {need} (as root, or in limits.conf), or fewer ranks a node")]
 
 
-def login_faults(loggers: list[str], environ: Mapping[str, str]) -> list[Fault]:
+def login_faults(loggers: Sequence[str], environ: Mapping[str, str]) -> list[Fault]:
     """Services that would ask for a log-in when the run starts, where nobody is there to answer."""
     if "wandb" not in loggers or environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return []

@@ -37,6 +37,16 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def require_sinks(names: Sequence[str]) -> None:
+    """Import the packages of the named sinks: one that is installed and broken is found before workers start.
+
+    Raises MissingDependency with the pip command.
+    """
+    for name in names:
+        if name != "console":
+            _require(name, f"pip install {name}")
+
+
 class Sinks:
     """Sinks as one. One that fails is said once and does not stop the run: weights count for more than figures."""
 

@@ -20,7 +20,7 @@ from megatron_rl.errors import ConfigError, DataError, Fault, MissingDependency
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.report import plot_curves
-from megatron_rl.observe.sinks import METRICS_FILE, Sinks, open_sinks
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks, open_sinks, require_sinks
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
 from megatron_rl.trainers.run_folder import RunFolder, claim, remove_run
@@ -90,6 +90,7 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
             cfg = replace(cfg, trainer=replace(cfg.trainer, experiment_name=folder.path.name))
         progress.say(format_table(batch_table(cfg)))
         progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
+        require_sinks(cfg.trainer.logger)
         with progress.phase("load data, start workers"):
             trainer = make_trainer(cfg)
         try:
