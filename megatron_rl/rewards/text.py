@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
-# A minus sign counts where nothing that could be subtracted from stands before it. Commas group thousands
-# only.
-_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|(?<![\w.])-?\.\d+")
+from megatron_rl.rewards.answers import final_number, only_number
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
@@ -22,20 +19,17 @@ def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def numeric(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 where the last number in the response equals the ground truth as a number ("1,234.0" equals 1234),
-    else 0.
+    """1 where the last number in the response equals the ground truth as a number ("1,234.0" equals 1234), else 0.
+
+    rewards/answers.py says what a number is.
 
     Raises ValueError where the ground truth is no number.
     """
     text = _truth_text(ground_truth)
-    try:
-        truth = Decimal(text.replace(",", ""))
-    except InvalidOperation as error:
-        raise ValueError(
-            f"the ground truth {text!r} is no number -- use reward.function=exact_match or math"
-        ) from error
-    found = _NUMBER.findall(solution_str)
-    return float(bool(found) and Decimal(found[-1].replace(",", "")) == truth)
+    truth = only_number(text)
+    if truth is None:
+        raise ValueError(f"the ground truth {text!r} is no number -- use reward.function=exact_match or math")
+    return float(final_number(solution_str) == truth)
 
 
 def _truth_text(ground_truth: Any) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from megatron_rl.rewards.answers import extract_answer, vote
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.types import RolloutGroup
-
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def validation_metrics(
@@ -35,7 +32,7 @@ def validation_metrics(
     rest = iter(results)
     for group in groups:
         scores = [next(rest).value for _ in group.rollouts]
-        answers = [extract_answer(rollout.text) for rollout in group.rollouts]
+        answers = [vote(extract_answer(rollout.text)) for rollout in group.rollouts]
         by_source[group.prompt.data_source].append(row_metrics(scores, answers, pass_score))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = _means([row for of_source in by_source.values() for row in of_source])
@@ -84,38 +81,6 @@ def majority_score(scores: Sequence[float], answers: Sequence[str]) -> float:
     most = max(len(of_answer) for of_answer in by_answer.values())
     winners = [math.fsum(of_answer) / most for of_answer in by_answer.values() if len(of_answer) == most]
     return math.fsum(winners) / len(winners)
-
-
-def extract_answer(text: str) -> str:
-    r"""What a response answers, for voting: the first of these that it holds.
-
-    The last \boxed{...}; the last <answer>...</answer>; what follows the last ####; the last number, without
-    commas; else the whole text. White space around it does not count.
-    """
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed.strip()
-    tagged = _TAGGED.findall(text)
-    if tagged:
-        return tagged[-1].strip()
-    _, marked, tail = text.rpartition("####")
-    if marked and tail.strip():
-        return tail.strip().splitlines()[0].strip().replace(",", "")
-    numbers = _NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else text.strip()
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} whose braces close."""
-    head, found, tail = text.rpartition("\\boxed{")
-    if not found:
-        return None
-    depth = 1
-    for place, char in enumerate(tail):
-        depth += {"{": 1, "}": -1}.get(char, 0)
-        if depth == 0:
-            return tail[:place]
-    return _last_boxed(head)
 
 
 def _powers_of_two(n: int) -> list[int]:
