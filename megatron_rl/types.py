@@ -33,6 +33,10 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: tuple[dict[str, Any], ...] | None = None
     """The chat messages that were rendered; None where the prompt is a plain string."""
+    has_source: bool = True
+    """Whether the row itself names its data_source; else that is its file's name."""
+    where: str = field(default="", compare=False)
+    """File and row, for messages."""
 
 
 @dataclass(frozen=True)

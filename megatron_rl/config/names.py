@@ -10,7 +10,9 @@ VALUE_ESTIMATORS: tuple[str, ...] = ("gae",)
 """Estimators that need a critic's values (trainers/ppo.py)."""
 LOSS_MODES: tuple[str, ...] = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce")
 """Keys of megatron_rl.algos.LOSSES."""
-REWARD_NAMES: tuple[str, ...] = ("code", "exact_match", "format", "math", "numeric", "reasoning_gym", "regex")
+REWARD_NAMES: tuple[str, ...] = (
+    *("code", "exact_match", "format", "math", "numeric", "reasoning_gym", "regex", "data_source", "default"),
+)
 """Keys of megatron_rl.rewards.REWARDS."""
 VLLM_HEAD_DIMS: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM has kernels for."""

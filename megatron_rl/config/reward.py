@@ -88,9 +88,10 @@ class JudgeConfig(RewardWorkerConfig):
 
 @section
 class RewardConfig:
-    function: UserPath = "exact_match"
+    function: UserPath = "default"
     """A name of megatron_rl.rewards.REWARDS or of reward.parts, `model`, `judge`, `package.module:function`,
-    `path/to/file.py:function`; or a composition: `a | b` is the first that answers, `a + 0.5 * b` the weighted sum."""
+    `path/to/file.py:function`; or a composition: `a | b` is the first that answers, `a + 0.5 * b` the weighted sum.
+    default: verl's rule for the data_source that a row names; for rows that name none, exact_match."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keywords passed to the function with every sample; where there are several rewards, reward.parts has them."""
     parts: dict[str, Any] = Field(default_factory=dict)

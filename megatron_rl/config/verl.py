@@ -401,7 +401,7 @@ def _greedy_validation(work: _Work) -> None:
 
 
 def _reward(work: _Work) -> None:
-    """verl's default picks a reward by each row's data_source; math grades numbers and formulas alike."""
+    """verl's default picks a reward by each row's data_source, and so does the reward data_source."""
     for prefix in ("custom_reward_function.", "reward.custom_reward_function."):
         path, name = work.value(prefix + "path"), work.value(prefix + "name")
         given = [work.latest[key] for key in (prefix + "path", prefix + "name") if key in work.latest]
@@ -416,8 +416,8 @@ def _reward(work: _Work) -> None:
             work.place(entry, "reward.function", spec)
     if "reward.function" not in work.placed and "reward.function" not in work.latest:
         chooser = Entry("custom_reward_function.path", None, "", -1)
-        note = f"{_DEFAULT} goes by data_source; math grades numbers and formulas"
-        work.place(chooser, "reward.function", "math", note=note)
+        note = f"{_DEFAULT} goes by data_source; so does this, by the same rules"
+        work.place(chooser, "reward.function", "data_source", note=note)
 
 
 def _run_folder(work: _Work) -> None:

@@ -171,6 +171,8 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, nee
         ground_truth=truth,
         extra_info=_extra_info(cfg, row.values),
         messages=None if isinstance(prompt, str) else tuple(prompt),
+        has_source=bool(find_value(row.values, cfg.data_source_key)),
+        where=row.where,
     )
 
 

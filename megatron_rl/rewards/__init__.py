@@ -12,5 +12,7 @@ REWARDS: dict[str, str] = {
     "numeric": "megatron_rl.rewards.text:numeric",
     "reasoning_gym": "megatron_rl.rewards.gym:task_score",
     "regex": "megatron_rl.rewards.text:regex",
+    "data_source": "megatron_rl.rewards.verl.choose:by_data_source",
+    "default": "megatron_rl.rewards.verl.choose:by_default",
 }
 """Name in reward.function -> module:function. A reward process imports only the module that it needs."""

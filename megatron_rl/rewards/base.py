@@ -35,6 +35,10 @@ class RewardSample:
     """The prompt's token ids. Reward models read ids; reward processes are not sent any."""
     response_ids: tuple[int, ...] = ()
     """The response's token ids as they were sampled; not sent to reward processes either."""
+    has_source: bool = True
+    """Whether the row itself names its data_source; else that is its file's name."""
+    where: str = ""
+    """File and row of the prompt, for messages."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,15 @@ RewardFn = Callable[[RewardSample], object]
 """A loaded reward: one sample in; a number, a dict with a number under "score", or None (does not apply) out."""
 BatchRewardFn = Callable[[Sequence[RewardSample]], object]
 """A loaded reward of a whole batch: one answer for each sample, as a list, an array or a tensor."""
+
+
+def shown(sample: RewardSample) -> str:
+    """A sample in a few words: where its row is, its data source, and the start of its texts."""
+    place = f"{sample.where}, " if sample.where else ""
+    return (
+        f"{place}data source {sample.data_source!r}, response {_short(sample.solution_str)}, "
+        f"ground truth {_short(sample.ground_truth)}"
+    )
 
 
 def to_result(returned: object, name: str) -> RewardResult | None:

@@ -23,7 +23,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.rewards.processes import MARK, end_group
 from megatron_rl.rewards.sandbox import NO_SECCOMP
@@ -159,6 +159,15 @@ def _call_case(name: str, arguments: Any, expected: Any) -> Case:
 
 def run_case(program: str, case: Case, limits: Limits) -> bool | None:
     """Whether the program passes; None where it ran out of time. Whatever it has started is gone afterwards."""
+    output = run_program(program, case, limits)
+    return output if output is None or output is False else _agrees(output, case)
+
+
+def run_program(program: str, case: Case, limits: Limits) -> str | Literal[False] | None:
+    """What the program prints; False where it fails or prints too much, None where it ran out of time.
+
+    Raises OSError where seccomp is needed and not there.
+    """
     task = {
         "program": f"{program}\n\n{case.epilogue}",
         "limits": {
@@ -182,7 +191,7 @@ def run_case(program: str, case: Case, limits: Limits) -> bool | None:
             return None
         if status != 0 or output.stat().st_size > MOST_OUTPUT:
             return False
-        return _agrees(output.read_text(encoding="utf-8", errors="replace"), case)
+        return output.read_text(encoding="utf-8", errors="replace")
 
 
 def _run(folder: str, channel: int, stdin: str, output: Path, seconds: float) -> int | None:

@@ -23,11 +23,15 @@ def math_equal(data_source: str, solution_str: str, ground_truth: Any, extra_inf
     SIGALRM, which other threads cannot use. Raises ValueError where the ground truth is missing or is no
     expression.
     """
+    return float(math_verify.verify(_parsed(ground_truth), math_verify.parse(solution_str)))
+
+
+def _parsed(ground_truth: Any) -> list[Any]:
     if ground_truth is None:
         raise ValueError("the sample has no ground truth -- add reward_model.ground_truth to its row")
     text = str(ground_truth).strip()
     # Boxed, so that a bare LaTeX expression is read as LaTeX; plain text is tried when that finds nothing.
     truth = math_verify.parse(f"\\boxed{{{text}}}") or math_verify.parse(text)
     if not truth:
-        raise ValueError(f"the ground truth {text!r} is no expression -- use reward.function=exact_match")
-    return float(math_verify.verify(truth, math_verify.parse(solution_str)))
+        raise ValueError(f"the ground truth {text[:200]!r} is no expression -- use reward.function=exact_match")
+    return truth

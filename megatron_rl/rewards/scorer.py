@@ -9,9 +9,10 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.reward_checks import WORKER_NAMES, RewardPlan, plan_rewards
 from megatron_rl.config.reward_terms import Reward
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.rewards.base import RewardResult, RewardSample, shown
 from megatron_rl.rewards.compose import Results, score_by_source
 from megatron_rl.rewards.pool import RewardPool, Rule
+from megatron_rl.rewards.truths import refuse_unscorable
 
 ModelFn = Callable[[Sequence[RewardSample]], Results]
 """Scores samples by a model: a result each."""
@@ -67,31 +68,39 @@ class RewardScorer:
         plan = self.plan
         return score_by_source(plan.default, plan.by_source, samples, self._score, self.cfg.failed_score)
 
+    def check_rows(self, samples: Sequence[RewardSample]) -> None:
+        """Look at every sample's data source and ground truth before the run starts; no reward is asked.
+
+        Raises DataError where a data source has no reward, or a built-in reward cannot use a ground truth: all of them.
+        """
+        refuse_unscorable(self.plan.default, self.plan.by_source, samples, self.cfg.function)
+
     def preflight(self, samples: Sequence[RewardSample]) -> None:
         """Score one sample of each data source before the run starts.
 
         Raises RewardError where a reward cannot be loaded, or fails on one of them.
         """
-        firsts: dict[str, RewardSample] = {}
+        firsts: dict[tuple[str, bool], RewardSample] = {}
         for sample in samples:
-            firsts.setdefault(sample.data_source, sample)
+            firsts.setdefault((sample.data_source, sample.has_source), sample)
         for sample, result in zip(firsts.values(), self.score(list(firsts.values())), strict=True):
             if result.failed is not None:
                 source = f"reward.by_source.{sample.data_source}"
                 key = source if sample.data_source in self.plan.by_source else "reward.function"
                 spec = self.cfg.by_source.get(sample.data_source, self.cfg.function)
-                raise RewardError(
-                    f"{key}: {spec!r} fails on a first sample (data source {sample.data_source!r}, response "
-                    f"{sample.solution_str[:80]!r}, ground truth {sample.ground_truth!r}): {result.failed}"
-                )
+                raise RewardError(f"{key}: {spec!r} fails on a first sample ({shown(sample)}): {result.failed}")
 
-    def require_few_failures(self, results: Sequence[RewardResult]) -> None:
-        """RewardError where more than reward.max_failed_share of the results have failed."""
-        failed = [result for result in results if result.failed is not None]
+    def require_few_failures(
+        self, results: Sequence[RewardResult], samples: Sequence[RewardSample] | None = None
+    ) -> None:
+        """RewardError where more than reward.max_failed_share of the results have failed; names the first's sample."""
+        failed = [number for number, result in enumerate(results) if result.failed is not None]
         if len(failed) > self.cfg.max_failed_share * len(results):
+            first = results[failed[0]].failed
+            which = f" ({shown(samples[failed[0]])})" if samples else ""
             raise RewardError(
                 f"reward.function {self.cfg.function!r} failed on {len(failed)} of {len(results)} samples, "
-                f"more than reward.max_failed_share {self.cfg.max_failed_share}; the first: {failed[0].failed}"
+                f"more than reward.max_failed_share {self.cfg.max_failed_share}; the first{which}: {first}"
             )
 
     def close(self) -> None:

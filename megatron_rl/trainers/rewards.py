@@ -30,15 +30,16 @@ class RunRewards:
         self._scorer = RewardScorer(cfg.reward, models={"model": self._by("model"), "judge": self._by("judge")})
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
-        """Score an empty response to the first prompt of each data source, models left out.
+        """Look at every row's ground truth, and score an empty response to the first prompt of each data source, models
+        left out.
 
-        Raises RewardError where a reward cannot be loaded or fails.
+        Raises DataError naming data sources and rows that cannot be scored, RewardError where a reward cannot be loaded
+        or fails.
         """
-        firsts: dict[str, Prompt] = {}
-        for prompt in prompts:
-            firsts.setdefault(prompt.data_source, prompt)
         empty = Rollout((), (), "stop", "")
-        self._scorer.preflight([reward_sample(prompt, empty) for prompt in firsts.values()])
+        samples = [reward_sample(prompt, empty) for prompt in prompts]
+        self._scorer.check_rows(samples)
+        self._scorer.preflight(samples)
 
     def start_models(self) -> None:
         """Start the workers of the models that rewards name, after the policy's: what those need comes first."""
@@ -56,8 +57,9 @@ class RunRewards:
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RewardResult]:
         """One result per sequence, group after group. RewardError where too many fail (reward.max_failed_share)."""
-        results = self._scorer.score([reward_sample(g.prompt, rollout) for g in groups for rollout in g.rollouts])
-        self._scorer.require_few_failures(results)
+        samples = [reward_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        results = self._scorer.score(samples)
+        self._scorer.require_few_failures(results, samples)
         return results
 
     def close(self) -> None:
@@ -116,4 +118,6 @@ def reward_sample(prompt: Prompt, rollout: Rollout) -> RewardSample:
         messages=prompt.messages,
         prompt_ids=prompt.token_ids,
         response_ids=rollout.token_ids,
+        has_source=prompt.has_source,
+        where=prompt.where,
     )

@@ -206,7 +206,7 @@ def test_verls_defaults_hold_where_it_is_silent_and_are_shown(tmp_path: Path) ->
         256,
         30,
     )
-    assert (cfg.cluster.n_gpus_per_node, cfg.trainer.save_freq, cfg.reward.function) == (8, 0, "math")
+    assert (cfg.cluster.n_gpus_per_node, cfg.trainer.save_freq, cfg.reward.function) == (8, 0, "data_source")
     noted = {one.key for one in resolved.mapped if one.note}
     assert noted == {
         "data.train_batch_size",
@@ -314,7 +314,7 @@ def test_a_reward_file_and_its_function(tmp_path: Path) -> None:
     assert read(tmp_path, *newer).config.reward.function == f"{file}:other"
     assert read(tmp_path, "reward.function=numeric").config.reward.function == "numeric"
     none = read(tmp_path, "custom_reward_function.path=null", "custom_reward_function.name=compute_score")
-    assert none.config.reward.function == "math"
+    assert none.config.reward.function == "data_source"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def write(folder: Path, code: str, name: str = "mine.py") -> str:
 
 def test_the_registry_and_the_config_know_the_same_names():
     assert tuple(REWARDS) == REWARD_NAMES
-    assert list(REWARDS) == ["code", "exact_match", "format", "math", "numeric", "reasoning_gym", "regex"]
+    names = ["code", "exact_match", "format", "math", "numeric", "reasoning_gym", "regex"]
+    assert list(REWARDS) == [*names, "data_source", "default"]
 
 
 @pytest.mark.parametrize(
