@@ -122,9 +122,18 @@ def _dashed_key(parser: argparse.ArgumentParser, argument: str) -> str:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(config files, key=value overrides). An override has its '=' before any path separator."""
-    overrides = [text for text in arguments if "=" in text and "/" not in text.partition("=")[0]]
+    """(config files, key=value overrides). An override begins with a name and has an '='; a path separator may stand
+    in the user's own names below it (data.mix_weights.org/set=2).
+    """
+    overrides = [text for text in arguments if _is_override(text)]
     return [text for text in arguments if text not in overrides], overrides
+
+
+def _is_override(text: str) -> bool:
+    name = text.partition("=")[0]
+    if "=" not in text or "/" not in name:
+        return "=" in text
+    return name.lstrip("+~").partition(".")[0].isidentifier() and not Path(text).exists()
 
 
 def _overview() -> str:
@@ -175,7 +184,9 @@ def _print_mapping(resolved: Resolved) -> None:
     if resolved.accepted:
         print("\nverl's keys, accepted, no effect")
         print("\n".join(f"  {accepted}" for accepted in resolved.accepted))
-    print("\ndifferent from verl")
+    if resolved.differs:
+        print("\ndifferent from verl")
+        print("\n".join(f"  {differs}" for differs in resolved.differs))
     print()
 
 
@@ -211,6 +222,7 @@ def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list
         "idle": idle,
         "verl_mapped": [asdict(mapped) for mapped in resolved.mapped],
         "verl_accepted": [asdict(accepted) for accepted in resolved.accepted],
+        "verl_differs": [asdict(differs) for differs in resolved.differs],
         "keys": keys,
     }
 

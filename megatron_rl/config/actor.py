@@ -22,6 +22,8 @@ class OptimConfig:
     """Peak learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the rate rises linearly from 0."""
+    lr_warmup_steps_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """The same as a share of the run's optimizer steps; read where lr_warmup_steps is 0."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after the warm-up, down to lr * min_lr_ratio at the run's last step (or at lr_decay_steps)."""
     lr_decay_steps: PositiveInt | None = None
@@ -38,6 +40,10 @@ class OptimConfig:
     """Added to the root of the squared mean in AdamW."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Optimizer steps of the warm-up in a run of `total_steps`."""
+        return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
 
 
 @section

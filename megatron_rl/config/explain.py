@@ -120,10 +120,16 @@ def _type_fault(key: Key, shown: str, value: Any, kind: str, message: str = "") 
         cure = f"give one: {_about(key)}" if key.required else f"give one, or leave the key out{_default(key)}"
         return Fault(shown, None, "needs a value", cure)
     reason, cure = _TYPES.get(kind, (message, "see what the key means"))
+    inner = next(iter(cast("dict[str, Any]", value)), None) if isinstance(value, dict) else None
+    if key.flat and shown != key.name and inner is not None:
+        name = f"{shown.removeprefix(key.name).strip('[]')}.{inner}"
+        return Fault(
+            shown, cast(object, value), f"{reason}, but a mapping", f'names stand as they are, dots too: "{name}": ...'
+        )
     if kind == "string" and shown == key.name and isinstance(value, bool | int | float):
         cure = f'put it in quotes: {key.name}: "{value}" in YAML, {key.name}=\'"{value}"\' in a shell'
     doc = f" ({key.doc.rstrip('.')})" if key.doc else ""
-    return Fault(shown, value, reason, f"{cure}{_default(key)}{doc}")
+    return Fault(shown, cast(object, value), reason, f"{cure}{_default(key)}{doc}")
 
 
 def _default(key: Key) -> str:

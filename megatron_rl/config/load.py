@@ -15,11 +15,11 @@ from typing import Any, cast
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_rl.config import verl
+from megatron_rl.config import interpolation, verl
 from megatron_rl.config.explain import MISSING, bad_value, refused_value, unknown_key
 from megatron_rl.config.reader import Entry, NoEffect, read_file, read_overrides, resolve_numbers
 from megatron_rl.config.run import RunConfig, Verb, cross_faults
-from megatron_rl.config.schema import Schema, schema_of
+from megatron_rl.config.schema import Schema, schema_of, split_key
 from megatron_rl.errors import ConfigError, Fault
 
 
@@ -30,6 +30,8 @@ class Resolved:
     config: RunConfig
     mapped: tuple[verl.Mapped, ...]
     accepted: tuple[NoEffect, ...]
+    differs: tuple[NoEffect, ...] = ()
+    """What the config means in verl, and is otherwise here."""
 
 
 @cache
@@ -55,9 +57,15 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = (), verb: Verb = "t
     unreadable = {fault.key for fault in faults} & schema.keys.keys()
     mapped: tuple[verl.Mapped, ...] = ()
     accepted: tuple[NoEffect, ...] = ()
+    differs: tuple[NoEffect, ...] = ()
     if verl.is_verl(entries):
+        entries, unresolved = interpolation.resolve_all(entries)
+        faults += unresolved
+        if not entries:
+            raise ConfigError(faults)
         translation = verl.translate(entries, schema)
         entries, mapped, accepted = translation.entries, translation.mapped, translation.accepted
+        differs = translation.differs
         faults += translation.faults
     known: dict[str, Entry] = {}
     for entry in _known(entries, schema, faults):
@@ -79,12 +87,13 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = (), verb: Verb = "t
         faults += [_placed(fault, known) for fault in cross_faults(config, frozenset(unreadable), verb)]
     if faults:
         raise ConfigError(faults)
-    return Resolved(config, mapped, accepted)
+    return Resolved(config, mapped, accepted, differs)
 
 
 def _read(paths: Sequence[str], overrides: Sequence[str], schema: Schema) -> tuple[list[Entry], list[Fault], bool]:
     """Entries, faults, and whether each file could be read: one that could not may set any key."""
     complete = True
+    names = verl.VerlNames(schema)
     entries: list[Entry] = []
     faults: list[Fault] = []
     for number, path in enumerate(paths):
@@ -92,11 +101,11 @@ def _read(paths: Sequence[str], overrides: Sequence[str], schema: Schema) -> tup
             cure = f"write key=value, for instance {path}=..."
             faults.append(Fault(path, None, "is no file, and a setting needs a value", cure))
             continue
-        found, wrong = read_file(path, number)
+        found, wrong = read_file(path, number, names)
         entries += found
         faults += wrong
         complete &= bool(found) or not wrong
-    found, wrong = read_overrides(list(overrides), len(paths))
+    found, wrong = read_overrides(list(overrides), len(paths), names)
     return entries + found, faults + wrong, complete
 
 
@@ -160,7 +169,7 @@ def _nested(entries: Any, schema: Schema) -> dict[str, Any]:
     for name in sorted(schema.sections):
         _node(tree, name.split("."))
     for entry in entries:
-        *above, leaf = entry.key.split(".")
+        *above, leaf = split_key(entry.key)
         node = _node(tree, above)
         if not (entry.value == {} and isinstance(node.get(leaf), dict)):
             node[leaf] = entry.value

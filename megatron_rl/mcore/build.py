@@ -321,15 +321,16 @@ def _finalize_without_token_count(model: Any, num_tokens: Any = None, **kwargs: 
 
 def _scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
     decay_steps = optim.lr_decay_steps or total_steps
+    warmup_steps = optim.warmup_steps(total_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.lr * optim.min_lr_ratio,
-        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_warmup_steps=warmup_steps,
         # step.py advances the schedule before each update (update 1 has a rate above 0), and min_lr is reached one
         # step after the last, so that no update of the run is made with a rate of 0.
-        lr_decay_steps=max(decay_steps, optim.lr_warmup_steps) + 1,
+        lr_decay_steps=max(decay_steps, warmup_steps) + 1,
         lr_decay_style=optim.lr_scheduler,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
