@@ -10,6 +10,20 @@ from megatron_rl.config.base import OneOrMany, UserPath, section
 
 FileList = Annotated[list[UserPath], OneOrMany]
 
+_NOT_OURS = "leave it out: the run decides it"
+RESERVED_KEYWORDS = {
+    "messages": "give the messages in their own column",
+    "conversation": "give the messages in their own column",
+    "tools": "give the tools in a column of their own, which data.tools_key names",
+    "chat_template": "put the template into the tokenizer's folder (chat_template.jinja)",
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
+         "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        _NOT_OURS,
+    ),
+}  # fmt: skip
+"""Keywords of apply_chat_template that neither the config nor a row can give -> what to do."""
+
 
 @section
 class DataConfig:
@@ -38,6 +52,10 @@ class DataConfig:
     """Column of the response (SFT rows that hold prompt and response)."""
     messages_key: str = "messages"
     """Column of the conversation (SFT rows that hold chat messages)."""
+    tools_key: str = "tools"
+    """Column of the tools that the chat template is given: a list of mappings, or JSON text; else metadata.tools."""
+    enable_thinking_key: str = "enable_thinking"
+    """Column of the template's keyword enable_thinking; further keywords stand in the column chat_template_kwargs."""
     max_prompt_length: PositiveInt = 512
     """Longest prompt, in tokens."""
     max_response_length: PositiveInt = 512
@@ -54,7 +72,7 @@ class DataConfig:
     chat_template: Literal["tokenizer", "plain"] = "tokenizer"
     """How messages become text: the tokenizer's chat template, or their contents with nothing between."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra keywords for the tokenizer's chat template (for instance enable_thinking)."""
+    """Extra keywords for the tokenizer's chat template (for instance enable_thinking); a row's own come first."""
     num_workers: PositiveInt = 1
     """Processes that render and tokenize the rows; 1 does it in the controller."""
     cache_dir: UserPath | None = None

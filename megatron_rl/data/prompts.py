@@ -6,7 +6,8 @@ Keys of a row, in every kind of file (data.prompt_key and so on name others):
     data_source                name of the set, for rewards and metrics; else the file's name without suffix
     extra_info                 a mapping that is handed to the reward; or metadata
 So verl's schema (data_source, prompt, ability, reward_model, extra_info), slime's (prompt, label, metadata)
-and plain rows (prompt, answer) are read as they are. Other keys are ignored.
+and plain rows (prompt, answer) are read as they are. columns.py says what of the other columns reaches the chat
+template, which are refused, and which are listed as not used.
 """
 
 from __future__ import annotations
@@ -20,14 +21,21 @@ from typing import Any, Literal, NamedTuple
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.data_paths import stem_of
 from megatron_rl.data.chat_text import CURE, is_chat_text
+from megatron_rl.data.columns import (
+    GROUND_TRUTH_KEYS,
+    info_keys,
+    prompt_column,
+    refuse_columns,
+    template_inputs,
+    truth_keys,
+    unused_columns,
+)
+from megatron_rl.data.conversation import Message, normal_messages, with_system
 from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, find_value, read_rows, refuse_bad_rows
-from megatron_rl.data.render import Message, Renderer
+from megatron_rl.data.render import Renderer
 from megatron_rl.data.tokenized import Rendered, render_rows
 from megatron_rl.errors import DataError
 from megatron_rl.types import Prompt
-
-GROUND_TRUTH_KEYS = ("ground_truth", "answer", "label")
-EXTRA_INFO_KEYS = ("extra_info", "metadata")
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class PromptSet:
     """Prompts of which only the last data.max_prompt_length tokens are kept."""
     num_cached: int = 0
     """Rows whose tokens were read from data.cache_dir."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the run's first lines should know of the rows, a line each."""
 
     @property
     def rows_by_source(self) -> dict[str, int]:
@@ -74,12 +84,18 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
     bad: list[tuple[Row, str]] = []
     overlong: list[Length] = []
     num_truncated = 0
+    unused: Counter[str] = Counter()
     for index, (row, tokens) in enumerate(zip(rows, rendered, strict=True)):
         try:
+            refuse_columns(cfg, row.values, renderer.template_names)
             prompt = _read_prompt(cfg, row, index, tokens, need_truth=validation)
         except BadRow as fault:
             bad.append((row, str(fault)))
             continue
+        unused.update(unused_columns(cfg, row.values, "rl"))
+        unused.update(
+            f"{prompt_column(cfg, row.values)}[].{name}" for name in renderer.unread_fields(prompt.messages or ())
+        )
         if len(prompt.token_ids) > cfg.max_prompt_length:
             overlong.append(Length(row, len(prompt.token_ids)))
             if cfg.overlong_prompts != "truncate":
@@ -92,12 +108,15 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
     if cfg.overlong_prompts == "error":
         refuse_overlong(overlong, len(rows), cfg.max_prompt_length, "prompts", "data.max_prompt_length")
     refuse_empty(len(prompts), len(rows), cfg.max_prompt_length, what)
-    return PromptSet(tuple(prompts), len(rows), len(rows) - len(prompts), num_truncated, num_cached)
+    notes = unused_notes(unused, len(rows), _TO_REWARDS) + turn_end_notes(
+        renderer, any(prompt.messages for prompt in prompts)
+    )
+    return PromptSet(tuple(prompts), len(rows), len(rows) - len(prompts), num_truncated, num_cached, notes)
 
 
 def render_prompt(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
     """A row's prompt as text and tokens. Raises BadRow where it cannot be rendered."""
-    text = renderer.prompt_text(read_prompt(cfg, values))
+    text = renderer.prompt_text(read_prompt(cfg, values), template_inputs(cfg, values))
     return Rendered(renderer.prompt_ids(text), text)
 
 
@@ -126,8 +145,13 @@ def refuse_empty(num_kept: int, num_rows: int, limit: int, what: str) -> None:
         )
 
 
-def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) -> str | list[Message]:
-    """A row's prompt or conversation, if it is one. Raises BadRow where it is something else."""
+def read_messages(
+    value: object, key: str, kind: Literal["prompt", "messages"], *, trained: bool = False
+) -> str | list[Message]:
+    """A row's prompt or conversation, if it is one. trained: whether its answers are trained on.
+
+    Raises BadRow where it is something else.
+    """
     if value is None:
         raise BadRow(f"there is no {key!r} -- add it, or name the column in data.{kind}_key")
     if isinstance(value, str) and is_chat_text(value):
@@ -137,15 +161,46 @@ def read_messages(value: object, key: str, kind: Literal["prompt", "messages"]) 
     if not isinstance(value, list):
         allowed = "a list of messages or a string" if kind == "prompt" else "a list of messages"
         raise BadRow(f"{key!r} is a {type(value).__name__} -- give {allowed}")
-    return value
+    return normal_messages(value, trained=trained)
 
 
 def read_prompt(cfg: DataConfig, values: dict[str, Any]) -> str | list[Message]:
-    """A row's prompt: messages, or a string that is used as it is (data.string_prompt)."""
-    prompt = read_messages(find_value(values, cfg.prompt_key), cfg.prompt_key, "prompt")
+    """A row's prompt: messages, the row's system message first; or a string that is used as it is
+    (data.string_prompt).
+    """
+    column = prompt_column(cfg, values)
+    prompt = read_messages(find_value(values, column), column, "prompt")
     if isinstance(prompt, str) and cfg.string_prompt == "user":
-        return [{"role": "user", "content": prompt}]
-    return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    return prompt if isinstance(prompt, str) else with_own_system(cfg, values, prompt)
+
+
+def with_own_system(cfg: DataConfig, values: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages after the system message of the row's own column, if it has one."""
+    inputs = template_inputs(cfg, values)
+    return messages if inputs.system is None else with_system(messages, inputs.system, inputs.system_column)
+
+
+_TO_REWARDS = " -- a reward is given extra_info (data.metadata_key)"
+
+
+def unused_notes(unused: Counter[str], num_rows: int, hint: str = "") -> tuple[str, ...]:
+    """A line that lists the columns that nothing reads, with their numbers of rows where not all have them."""
+    if not unused:
+        return ()
+    parts = [name + (f" ({count:,} rows)" if count < num_rows else "") for name, count in sorted(unused.items())]
+    return (f"columns that are not used: {', '.join(parts)}{hint}",)
+
+
+def turn_end_notes(renderer: Renderer, has_messages: bool) -> tuple[str, ...]:
+    """A line where the chat template ends answers with a token that ends no response."""
+    end = renderer.turn_end() if has_messages else None
+    if end is None or renderer.encode(end)[-1] in renderer.eos_token_ids:
+        return ()
+    return (
+        f"the chat template ends answers with {end}, which ends no response here -- model.eos_token='{end}' makes "
+        "it one",
+    )
 
 
 def data_source(cfg: DataConfig, row: Row) -> str:
@@ -177,8 +232,9 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, nee
 
 
 def _ground_truth(cfg: DataConfig, values: dict[str, Any]) -> Any:
-    keys = ("reward_model.ground_truth", *GROUND_TRUTH_KEYS) if cfg.label_key is None else (cfg.label_key,)
-    key, truth = next(((key, found) for key in keys if (found := find_value(values, key)) is not None), ("", None))
+    key, truth = next(
+        ((key, found) for key in truth_keys(cfg) if (found := find_value(values, key)) is not None), ("", None)
+    )
     odd = next(_incomparable(truth), None)
     if odd is not None:
         raise BadRow(
@@ -199,7 +255,7 @@ def _incomparable(value: object) -> Iterator[float | bytes]:
 
 
 def _extra_info(cfg: DataConfig, values: dict[str, Any]) -> dict[str, Any]:
-    for key in EXTRA_INFO_KEYS if cfg.metadata_key is None else (cfg.metadata_key,):
+    for key in info_keys(cfg):
         found = find_value(values, key)
         if found is not None:
             if not isinstance(found, dict):

@@ -16,16 +16,23 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.model import ModelConfig
+from megatron_rl.data.columns import TemplateInputs
+from megatron_rl.data.conversation import ROLES, Message, check_messages, is_empty
+from megatron_rl.data.end_tokens import end_ids_of_folder
 from megatron_rl.data.files import BadRow
+from megatron_rl.data.template import ChatTemplate
 from megatron_rl.errors import DataError, MissingDependency
 
-Message = dict[str, Any]
+NO_INPUTS = TemplateInputs()
+CONTENT_FIELDS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of messages that hold what a model wrote: a template that leaves them out changes the conversation."""
 NUM_PROBES = 64
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
@@ -42,15 +49,20 @@ class Renderer:
         chat_template: Literal["tokenizer", "plain"] = "tokenizer",
         template_kwargs: dict[str, Any] | None = None,
         model_path: str | None = None,
+        eos_token: str | None = None,
     ) -> None:
-        """`model_path`: folder whose generation_config.json may name more end tokens; else tokenizer_path."""
+        """model_path: folder whose generation_config.json and config.json may name more end tokens; else
+        tokenizer_path. eos_token: in place of the tokenizer's.
+        """
         self.tokenizer_path = tokenizer_path
-        self._arguments = (tokenizer_path, chat_template, template_kwargs, model_path)
+        self._arguments = (tokenizer_path, chat_template, template_kwargs, model_path, eos_token)
         self._plain = chat_template == "plain"
-        self._template_kwargs = dict(template_kwargs or {})
         self._tokenizer = _load_tokenizer(tokenizer_path)
         self._check_round_trip()
+        if eos_token is not None:
+            self._set_eos_token(eos_token)
         self._eos_token_ids = self._find_eos_token_ids(Path(model_path or tokenizer_path))
+        self._template = ChatTemplate(self._tokenizer, template_kwargs or {})
 
     @classmethod
     def from_config(cls, model: ModelConfig, data: DataConfig) -> Renderer:
@@ -60,6 +72,7 @@ class Renderer:
             chat_template=data.chat_template,
             template_kwargs=data.apply_chat_template_kwargs,
             model_path=model.path,
+            eos_token=model.eos_token,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -77,7 +90,7 @@ class Renderer:
         digest = hashlib.sha256()
         for name in ("transformers", "tokenizers", "jinja2"):
             digest.update(f"{name} {version(name)}\n".encode())
-        digest.update(repr((self._arguments[1:3], template, self._eos_token_ids)).encode())
+        digest.update(repr((self._arguments[1:3], template, self._eos_token_ids, self._tokenizer.eos_token)).encode())
         for path in sorted(Path(self.tokenizer_path).iterdir()):
             if path.is_file() and path.suffix not in _WEIGHTS:
                 digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
@@ -85,8 +98,20 @@ class Renderer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: the tokenizer's end token first, then those of generation_config.json."""
+        """Ids that end a response: the tokenizer's end token first, then those of generation_config.json and
+        config.json.
+        """
         return self._eos_token_ids
+
+    @property
+    def template_names(self) -> frozenset[str]:
+        """Variables that the chat template reads; none where messages are written without one."""
+        return frozenset() if self._plain else self._template.names
+
+    def unread_fields(self, messages: Sequence[Message]) -> list[str]:
+        """Fields of messages that the chat template does not read."""
+        fields = {name for message in messages for name, value in message.items() if value is not None}
+        return sorted(fields - {"role", "content"} - {name for name in fields if self._reads(name)})
 
     @property
     def pad_token_id(self) -> int:
@@ -118,52 +143,117 @@ class Renderer:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def prompt_text(self, prompt: str | list[Message]) -> str:
-        """The text that the model is given: for messages, the head of the assistant's turn included."""
+    def response_text(self, ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str:
+        """A response as rewards and readers see it: without end and pad tokens, with every other special token.
+
+        stop_ids: further tokens that end a response.
+        """
+        left_out = {*self._eos_token_ids, *stop_ids, self._tokenizer.pad_token_id}
+        return self.decode([token for token in ids if token not in left_out], skip_special_tokens=False)
+
+    def prompt_text(self, prompt: str | list[Message], inputs: TemplateInputs = NO_INPUTS) -> str:
+        """The text that the model is given: for messages, the head of the assistant's turn included.
+
+        Raises BadRow where the row gives the template something that it does not use.
+        """
         if isinstance(prompt, str):
+            if inputs.names():
+                raise BadRow(
+                    f"{inputs.names()[0]!r} is for the chat template, and the prompt is a string, which is used as it "
+                    "is -- give messages, set data.string_prompt=user, or take it out"
+                )
             return prompt
-        check_messages(prompt)
+        self._check_used(prompt, inputs)
         if prompt[-1]["role"] == "assistant":
             raise BadRow("the prompt ends with an assistant message -- leave the answer out of the prompt")
-        return self._write(prompt, add_generation_prompt=True)
+        return self._write(prompt, inputs, add_generation_prompt=True)
 
-    def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
+    def prompt_ids(self, prompt: str | list[Message], inputs: TemplateInputs = NO_INPUTS) -> list[int]:
         """Token ids of a prompt, as an engine is given them.
 
         Raises BadRow where the text is empty or the tokenizer has no tokens for some of it.
         """
-        return self._encode_whole(self.prompt_text(prompt))
+        return self._encode_whole(self.prompt_text(prompt, inputs))
 
-    def sft_ids(self, prompt: str | list[Message], response: str) -> tuple[list[int], list[bool]]:
+    def sft_ids(
+        self, prompt: str | list[Message], response: str, inputs: TemplateInputs = NO_INPUTS
+    ) -> tuple[list[int], list[bool]]:
         """(token ids, loss mask) of a prompt and response, the mask True on the response and its end token.
 
         The ids begin with prompt_ids(prompt): the model is trained on the tokens that it is given later.
         """
+        head = self.prompt_text(prompt, inputs)
         if isinstance(prompt, str):
-            return self._join([(prompt, False), (prompt + response + self._end_text(), True)])
+            return self._join([(head, False), (head + response + self._end_text(), True)])
         last = {"role": "assistant", "content": response}
-        return self._join([(self.prompt_text(prompt), False), (self._write([*prompt, last]), True)])
+        return self._join([(head, False), (self._write([*prompt, last], inputs), True)])
 
-    def conversation_ids(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    def conversation_ids(
+        self, messages: list[Message], inputs: TemplateInputs = NO_INPUTS, num_context: int = 0
+    ) -> tuple[list[int], list[bool]]:
         """(token ids, loss mask) of a conversation, the mask True on assistant messages and their end tokens.
 
-        The conversation is rendered up to the start and up to the end of each assistant message. Where one
-        rendering does not begin with the one before it, the template rewrites earlier turns, no mask would be
-        right, and BadRow is raised.
+        num_context: first messages that are not trained on. The conversation is rendered up to the start and up to
+        the end of each assistant message. Where one rendering does not begin with the one before it, the template
+        rewrites earlier turns, no mask would be right, and BadRow is raised.
         """
-        check_messages(messages)
+        self._check_used(messages, inputs)
         if messages[0]["role"] == "assistant":
             raise BadRow("the conversation begins with an assistant message -- begin with a user or system message")
         texts: list[tuple[str, bool]] = []
         for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                texts.append((self._write(messages[:index], add_generation_prompt=True), False))
-                texts.append((self._write(messages[: index + 1]), True))
+            if message["role"] == "assistant" and index >= num_context:
+                texts.append((self._write(messages[:index], inputs, add_generation_prompt=True), False))
+                texts.append((self._write(messages[: index + 1], inputs), True))
         if not texts:
             raise BadRow("there is no assistant message to train on -- add one, or leave the row out")
         if messages[-1]["role"] != "assistant":
-            texts.append((self._write(messages), False))
+            texts.append((self._write(messages, inputs), False))
         return self._join(texts)
+
+    def turn_end(self) -> str | None:
+        """The special token that ends an assistant's turn in the chat template; None where there is none."""
+        if self._plain:
+            return self._end_text()
+        return self._template.turn_end()
+
+    def stops(self, texts: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What ends a response, given rollout.stop: (ids, texts). A stop that is one special token is an id.
+
+        Raises DataError where there is nothing.
+        """
+        added = self._tokenizer.added_tokens_decoder.items()
+        known = {str(token): number for number, token in added if token.special}
+        ids = dict.fromkeys((*self._eos_token_ids, *(known[text] for text in texts if text in known)))
+        if not ids and not texts:
+            raise DataError(self._no_end())
+        return tuple(ids), tuple(text for text in texts if text not in known)
+
+    def _reads(self, name: str) -> bool:
+        return not self._plain and self._template.mentions(name)
+
+    def _check_used(self, messages: list[Message], inputs: TemplateInputs) -> None:
+        """Refuse messages of no known form, and what the template would leave out."""
+        check_messages(messages)
+        how = "data.chat_template=plain writes contents alone" if self._plain else "the chat template does not read it"
+        for number, message in enumerate(messages, start=1):
+            role = message["role"]
+            if role not in ROLES and not (not self._plain and self._template.quotes(role)):
+                raise BadRow(f"message {number} has role = {role!r} -- use one of {', '.join(ROLES)}")
+            for name in CONTENT_FIELDS:
+                if not is_empty(message.get(name)) and not self._reads(name):
+                    raise BadRow(
+                        f"message {number} has {name!r}, which would be left out: {how} "
+                        f"-- use a tokenizer whose chat template writes {name}, or take it out"
+                    )
+        for name in (*(["tools"] if inputs.tools else []), *inputs.keywords):
+            if self._plain or name not in self._template.names:
+                raise BadRow(
+                    f"{name!r} would be without effect: {how} "
+                    f"-- use a tokenizer whose chat template uses {name}, or take it out"
+                )
+        if inputs.tools and self._write(messages, inputs) == self._write(messages, replace(inputs, tools=None)):
+            raise BadRow("'tools' would be without effect: the chat template leaves them out here -- take them out")
 
     def ends_with_eos(self, ids: Sequence[int], loss_mask: Sequence[bool]) -> bool:
         """Whether the last trained token is an end token. If not, the sample does not teach when to stop."""
@@ -213,7 +303,9 @@ class Renderer:
         last = ends[-1] if ends else len(added) - 1
         return [position <= last for position in range(len(added))]
 
-    def _write(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+    def _write(
+        self, messages: list[Message], inputs: TemplateInputs = NO_INPUTS, *, add_generation_prompt: bool = False
+    ) -> str:
         if self._plain:
             return "".join(
                 message["content"] + (self._end_text() if message["role"] == "assistant" else "")
@@ -224,26 +316,20 @@ class Renderer:
                 f"{self.tokenizer_path}: the tokenizer has no chat template to render messages with "
                 "-- set data.chat_template=plain, or add a chat_template to tokenizer_config.json"
             )
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
-            )
-        except Exception as error:  # whatever an expression of the template raises: 1 // 0, say
-            reason = (str(error) or "no reason given").splitlines()[0]
-            raise BadRow(
-                f"the chat template refuses the messages: {reason} ({type(error).__name__}) "
-                "-- give what it asks for, or leave the row out"
-            ) from error
-        assert isinstance(text, str)
-        return text
+        return self._template.write(messages, inputs, add_generation_prompt=add_generation_prompt)
 
     def _end_text(self) -> str:
         if not self._eos_token_ids:
-            raise DataError(
-                f"{self.tokenizer_path}: neither the tokenizer nor generation_config.json names an end "
-                "token, so responses would never end -- set eos_token in tokenizer_config.json"
-            )
+            raise DataError(self._no_end())
         return self.decode([self._eos_token_ids[0]], skip_special_tokens=False)
+
+    def _no_end(self) -> str:
+        end = None if self._plain else self._template.turn_end()
+        token = f"'{end}', which ends the chat template's answers" if end else "the token that ends a response"
+        return (
+            f"{self.tokenizer_path}: neither the tokenizer nor generation_config.json or config.json names an end "
+            f"token, so responses would never end -- set model.eos_token to {token}"
+        )
 
     def _encode_whole(self, text: str) -> list[int]:
         ids = self.encode(text)
@@ -286,29 +372,19 @@ class Renderer:
             )
 
     def _find_eos_token_ids(self, model_folder: Path) -> tuple[int, ...]:
-        found: list[int] = []
-        if self._tokenizer.eos_token_id is not None:
-            found.append(self._tokenizer.eos_token_id)
-        path = model_folder / "generation_config.json"
-        if path.is_file():
-            try:
-                named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
-                raise DataError(f"{path}: not a JSON object ({error}) -- write the file again") from error
-            found += [] if named is None else named if isinstance(named, list) else [named]
-        return tuple(dict.fromkeys(found))
+        own = self._tokenizer.eos_token_id
+        named = end_ids_of_folder(model_folder, len(self._tokenizer))
+        return tuple(dict.fromkeys(([] if own is None else [own]) + list(named)))
 
-
-def check_messages(messages: object) -> None:
-    """Raise BadRow unless `messages` is a list, not empty, of {"role": str, "content": str, ...}."""
-    if not isinstance(messages, list) or not messages:
-        raise BadRow(f"expected a list of messages, found {_short(messages)} -- give [{{role, content}}, ...]")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise BadRow(f"message {number} is {_short(message)} -- give {{role, content}}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise BadRow(f"message {number} has {key} = {_short(message.get(key))} -- give a string")
+    def _set_eos_token(self, token: str) -> None:
+        ids = self.encode(token)
+        if len(ids) != 1 or self.decode(ids, skip_special_tokens=False) != token:
+            special = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]
+            raise DataError(
+                f"model.eos_token: {token!r} is no token of the tokenizer in {self.tokenizer_path} "
+                f"-- use one of its special tokens: {', '.join(special[:20]) or 'it has none'}"
+            )
+        self._tokenizer.eos_token = token
 
 
 def _load_tokenizer(path: str) -> Any:
@@ -345,8 +421,3 @@ def _first_difference(expected: str, found: str) -> str:
     start = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     here = slice(start, start + 20)
     return f"expected {expected[here]!r} at character {start + 1}, found {found[here]!r}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data.files import BadRow, Row, find_value
+from megatron_rl.data.columns import rendered_values
+from megatron_rl.data.files import BadRow, Row
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import DataError, MegatronRLError, MissingDependency
 
@@ -153,9 +154,8 @@ def _digest(cfg: DataConfig, rows: Sequence[Row], fingerprint: str, render: Rend
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     digest.update(f"{render.__module__}.{render.__qualname__} {cfg.string_prompt}\n".encode())
-    keys = (cfg.prompt_key, cfg.response_key, cfg.messages_key)
     for row in rows:
-        digest.update(repr([row.fault, *(find_value(row.values, key) for key in keys)]).encode())
+        digest.update(repr([row.fault, *rendered_values(cfg, row.values)]).encode())
     return digest.hexdigest()
 
 

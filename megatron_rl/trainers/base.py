@@ -48,6 +48,7 @@ class RlTrainer:
         """Loads data and checks the reward before any worker starts, so that bad input costs seconds."""
         self.cfg = cfg
         self.renderer = Renderer.from_config(cfg.model, cfg.data)
+        self.stop_ids, self.stop_texts = self.renderer.stops(cfg.rollout.stop)
         # An evaluation has no training files.
         self.train_set = load_prompts(cfg.data, cfg.data.train_files, self.renderer) if cfg.data.train_files else None
         self.val_set = (
@@ -283,15 +284,18 @@ class RlTrainer:
             top_p=top_p,
             top_k=top_k,
             max_tokens=cfg.data.max_response_length,
-            stop_token_ids=self.renderer.eos_token_ids,
-            stop=tuple(cfg.rollout.stop),
+            stop_token_ids=self.stop_ids,
+            stop=self.stop_texts,
         )
         answers = self.policy.generate([requests[e::engines] for e in range(engines)], sampling)
         groups = []
         for i, prompt in enumerate(prompts):
             samples = answers[i % engines][i // engines]
             rollouts = tuple(
-                Rollout(s.token_ids, s.logprobs, s.finish_reason, self.renderer.decode(s.token_ids)) for s in samples
+                Rollout(
+                    s.token_ids, s.logprobs, s.finish_reason, self.renderer.response_text(s.token_ids, self.stop_ids)
+                )
+                for s in samples
             )
             groups.append(RolloutGroup(prompt, rollouts, self.version))
         return groups

@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,8 @@ class Counted(Protocol):
     def num_cached(self) -> int: ...
     @property
     def rows_by_source(self) -> Mapping[str, int]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
 
 
 class Trainer(Protocol):
@@ -106,7 +108,7 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
 
 
 def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float]) -> list[str]:
-    """Rows read, left out, cut and taken from a cache, by set; used rows and shares by source (contract R6)."""
+    """Rows read, left out, cut and taken from a cache, by set; used rows and shares by source; notes (contract R6)."""
     lines: list[str] = []
     for name, data in sets.items():
         cached = f"; tokens of {data.num_cached:,} rows were kept from an earlier run" if data.num_cached else ""
@@ -122,6 +124,7 @@ def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float])
                 for source, count in data.rows_by_source.items()
             ]
             lines.append(f"{name}: {', '.join(parts)}")
+        lines += [f"{name}: {note}" for note in data.notes]
     return lines
 
 

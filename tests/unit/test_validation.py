@@ -146,7 +146,8 @@ def test_each_row_is_validated_once_whatever_the_batch_size(size: int | None, ba
     prompts = tuple(Prompt(2 * i, (i + 1,), "p", "ab"[i % 2], None) for i in range(7))
     trainer.val_set = SimpleNamespace(prompts=prompts)  # type: ignore[assignment]
     trainer.policy, trainer.version = engines, 0  # type: ignore[assignment]
-    trainer.renderer = SimpleNamespace(eos_token_ids=(0,), decode=str)  # type: ignore[assignment]
+    trainer.stop_ids, trainer.stop_texts = (0,), ()
+    trainer.renderer = SimpleNamespace(response_text=lambda ids, stop_ids: str(ids))  # type: ignore[assignment]
     trainer.reward = reward  # type: ignore[method-assign]
     metrics = trainer.validate(5)
     assert (engines.batches, seen) == (batches, [0, 2, 4, 6, 8, 10, 12])
