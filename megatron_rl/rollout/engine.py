@@ -25,7 +25,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     """Ids that end a response; the id is kept as its last token."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response."""
+    """Texts that end a response, looked for in all of its text, special tokens included; the tokens that hold it are
+    kept."""
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,15 @@ class HfEngine:
     """A causal LM of transformers with a KV cache, sampled token by token."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        if settings.needs_text:
-            raise RolloutError("rollout.stop: the hf engine sees no text; use rollout.name=vllm or leave stop empty")
         self._settings = settings
         self._version = -1
         config = AutoConfig.from_pretrained(settings.model_path)
         dtype = getattr(torch, settings.dtype)
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         self._model.to(settings.device)
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path) if settings.needs_text else None
 
     @property
     def weight_version(self) -> int:
@@ -81,6 +80,8 @@ class HfEngine:
             logprobs.append(torch.log_softmax(scaled, -1).gather(1, ids).squeeze(1))
             live.append(~done)
             done = done | torch.isin(ids.squeeze(1), stops)
+            if sampling.stop:
+                done = done | self._has_stop_text(tokens, sampling.stop)
             if bool(done.all()):
                 break
         columns = zip(*(torch.stack(x, 1).tolist() for x in (tokens, logprobs, live)), done.tolist(), strict=True)
@@ -88,6 +89,14 @@ class HfEngine:
             Sample(tuple(row[: sum(alive)]), tuple(probs[: sum(alive)]), "stop" if stopped else "length")
             for row, probs, alive, stopped in columns
         ]
+
+    def _has_stop_text(self, tokens: Sequence[torch.Tensor], stop: Sequence[str]) -> torch.Tensor:
+        """[b] bool: whether the text of a row's tokens, given as [b] a step, has a stop text in it."""
+        assert self._tokenizer is not None, "settings.needs_text is not set"
+        texts = [
+            self._tokenizer.decode(row, skip_special_tokens=False) for row in torch.stack(list(tokens), 1).tolist()
+        ]
+        return torch.tensor([any(one in text for one in stop) for text in texts], device=self._model.device)
 
     @staticmethod
     def _pick(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator | None]) -> torch.Tensor:

@@ -225,6 +225,11 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop) or None,
             stop_token_ids=list(sampling.stop_token_ids),
+            # All ids that end a response are among those; vLLM would add what its own tokenizer names.
+            ignore_eos=True,
+            # Stop texts are looked for in the text that a reader of the tokens would see.
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
             seed=None if sampling.temperature == 0 else seed,
             logprobs=0,
             flat_logprobs=True,

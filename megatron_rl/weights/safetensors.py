@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.weights.end_token import name_end_token
 from megatron_rl.weights.spec import Block
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -135,11 +136,13 @@ def write_model(
     tokenizer_from: str | Path | None = None,
     dtype: torch.dtype | None = None,
     config_changes: Mapping[str, Any] | None = None,
+    eos_token: str | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
     """Write a complete HF folder: shards of at most max_shard_bytes, index, config, tokenizer.
 
-    config_changes: entries of config.json that differ from companions_from's.
+    config_changes: entries of config.json that differ from companions_from's. eos_token: the end token that all files
+    name, in place of the tokenizer's.
 
     Everything goes to a folder beside `path` that takes its place at the end, so a failure (a full disk) leaves an
     earlier save as it was. Raises CheckpointError then.
@@ -152,6 +155,8 @@ def write_model(
         staging.mkdir(parents=True)
         _write_shards(staging, tensors, max_shard_bytes)
         _copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), dtype, config_changes)
+        if eos_token is not None:
+            name_end_token(staging, eos_token)
         _replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)

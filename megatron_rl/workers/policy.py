@@ -247,6 +247,7 @@ class PolicyWorker:
                     tokenizer_from=model.tokenizer_path or model.path,
                     dtype=DTYPES[model.dtype],
                     config_changes=config_changes,
+                    eos_token=model.eos_token,
                 )
             except CheckpointError as error:
                 failure = error

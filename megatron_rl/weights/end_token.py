@@ -1,0 +1,51 @@
+"""The end token that a saved model's files name, where model.eos_token takes the place of the tokenizer's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import CheckpointError
+
+
+def name_end_token(folder: Path, token: str) -> None:
+    """Make the tokenizer's files name `token` as its end token, and the configs' eos_token_id begin with its id.
+
+    Ids that the configs name already stay: they ended responses too. Raises CheckpointError where tokenizer.json does
+    not know the token.
+    """
+    number = _token_id(folder / "tokenizer.json", token)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = _read(folder / name)
+        before = settings.get("eos_token")
+        if name == "tokenizer_config.json" or before is not None:
+            settings["eos_token"] = {**before, "content": token} if isinstance(before, dict) else token
+            _write(folder / name, settings)
+    named: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = _read(folder / name).get("eos_token_id")
+        named += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    ids = list(dict.fromkeys((number, *named)))
+    for name in ("generation_config.json", "config.json"):
+        _write(folder / name, _read(folder / name) | {"eos_token_id": ids if len(ids) > 1 else number})
+
+
+def _token_id(path: Path, token: str) -> int:
+    tokenizer = _read(path)
+    for added in tokenizer.get("added_tokens", []):
+        if added["content"] == token:
+            return added["id"]
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    words = list(vocab) if isinstance(vocab, dict) else [entry[0] for entry in vocab]
+    if token not in words:
+        raise CheckpointError(f"{path}: has no token {token!r} -- give model.eos_token as the tokenizer writes it")
+    return vocab[token] if isinstance(vocab, dict) else words.index(token)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _write(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
