@@ -1,11 +1,8 @@
-"""Checks of what a config names on disk: data files (by data_paths.py), the reward's file, the model's folder and its
-shape."""
+"""Checks of what a config names on disk: data files (by data_paths.py), the model's folder and its shape."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,44 +35,6 @@ def eval_files(cfg: RunConfig) -> list[Fault]:
         return []
     reason = "eval scores the model on these files, and there are none"
     return [Fault("data.val_files", [], reason, "give at least one file")]
-
-
-def reward_file(value: str, file: Path, name: str) -> list[Fault]:
-    """A file that defines a reward is there and defines it; `value` is what the reward was called."""
-    key = "reward.function"
-    if not file.is_file():
-        return [
-            Fault(
-                key,
-                value,
-                f"there is no file {file}",
-                "give the path of a Python file, then : and the function",
-            )
-        ]
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:
-        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        return [Fault(key, value, f"{file} is not valid Python: {error}{line}", "repair the file")]
-    names = _names_defined(tree)
-    if name in names or "*" in names:
-        return []
-    close = difflib.get_close_matches(name, sorted(names), n=1)
-    hint = f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'nothing'}"
-    return [Fault(key, value, f"{file} does not define {name}", hint)]
-
-
-def _names_defined(tree: ast.Module) -> set[str]:
-    """Names that any statement of the file binds ("*": a star import, which may bind any)."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
-    return names
 
 
 def _shape_of(cfg: RunConfig) -> ModelShape | None:

@@ -16,6 +16,7 @@ from megatron_rl.config.checks import unknown_name
 from megatron_rl.config.layout import inspect_model
 from megatron_rl.config.names import REWARD_NAMES
 from megatron_rl.config.reward import JudgeConfig, RewardConfig, RewardModelConfig
+from megatron_rl.config.reward_files import reward_file
 from megatron_rl.config.reward_terms import (
     LARGEST_SCORE,
     First,
@@ -125,8 +126,6 @@ def _with_parts(term: Term, parts: dict[str, Reward]) -> Term:
 
 def reward_functions(cfg: RunConfig) -> list[Fault]:
     """Every reward is a known name, or a file that defines it; modules are imported later, by rewards."""
-    from megatron_rl.config.files import reward_file
-
     if not cfg.is_rl:
         return []
     plan, faults = plan_rewards(cfg.reward)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.config.reward_forms import foreign_form
 from megatron_rl.errors import MissingDependency, RewardError
 from megatron_rl.rewards import REWARDS
 from megatron_rl.rewards.base import BatchRewardFn, RewardFn, RewardSample
+from megatron_rl.rewards.files import import_file
 
 FORMS = (
     "accepted forms: fn(data_source, solution_str, ground_truth, extra_info), called by these names (any but "
     "solution_str may be left out), or fn(sample) with a megatron_rl.rewards.base.RewardSample; for a whole batch "
     "fn(data_sources, solution_strs, ground_truths, extra_infos), or a class whose instance is called with the list "
-    "of samples; each may take the keywords of reward.kwargs too"
+    "of samples; each may be async, and take the keywords of reward.kwargs too"
 )
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_EXTRA_INFO: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
+"""What verl adds to a row's extra_info: of one prompt and one response, and no rewards of an agent's."""
 VERL_BATCH_NAMES = {
     "data_sources": "data_source",
     "solution_strs": "solution_str",
@@ -39,6 +40,10 @@ class LoadedReward:
     function: Callable[[Any], object]
     """A RewardFn, or a BatchRewardFn."""
     takes_batch: bool = False
+    is_async: bool = False
+    """What it returns is to be awaited."""
+    file: str | None = None
+    """Where a reward of the user's is defined, for messages."""
 
     def __call__(self, argument: Any) -> object:
         return self.function(argument)
@@ -57,7 +62,19 @@ def load_reward(spec: str, kwargs: dict[str, Any] | None = None) -> LoadedReward
     REWARDS needs a package that is not installed.
     """
     function = _find(spec)
-    return _adapt(function, spec, dict(kwargs or {}))
+    reward = _adapt(function, spec, dict(kwargs or {}))
+    called = getattr(function, "__call__", function) if not inspect.isroutine(function) else function  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    return replace(reward, is_async=is_async, file=None if spec in REWARDS else _file_of(function))
+
+
+def _file_of(function: Any) -> str | None:
+    """The file that defines a function or a class; None where it is none of Python."""
+    place = function if inspect.isroutine(function) or isinstance(function, type) else type(function)
+    try:
+        return inspect.getsourcefile(inspect.unwrap(place))
+    except TypeError:
+        return None
 
 
 def _find(spec: str) -> Any:
@@ -69,7 +86,7 @@ def _find(spec: str) -> Any:
         )
     if not source or not name:
         raise RewardError(f"reward.function: {spec!r} -- write package.module:function, or path/to/file.py:function")
-    module = _import_file(spec, source) if source.endswith(".py") or "/" in source else _import_module(spec, source)
+    module = import_file(spec, source) if source.endswith(".py") or "/" in source else _import_module(spec, source)
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         defined = f"; it defines {', '.join(known[:10])}" if known else "; it defines no function"
@@ -89,35 +106,14 @@ def _import_module(spec: str, source: str) -> ModuleType:
         ) from error
 
 
-def _import_file(spec: str, source: str) -> ModuleType:
-    path = Path(source).expanduser().resolve()
-    if not path.is_file():
-        raise RewardError(f"reward.function: {spec!r} -- there is no file {path} -- give a path that exists")
-    name = f"megatron_rl_reward_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise RewardError(f"reward.function: {spec!r} -- {path} is no Python file -- give a file that ends with .py")
-    module = importlib.util.module_from_spec(module_spec)
-    # Dataclasses and pickling look a class's module up by name.
-    sys.modules[name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:  # as above
-        del sys.modules[name]
-        raise RewardError(
-            f"reward.function: {spec!r} -- {path} does not import ({type(error).__name__}: {error}) -- correct the file"
-        ) from error
-    return module
-
-
 def _adapt(function: Any, spec: str, kwargs: dict[str, Any]) -> LoadedReward:
     head = f"reward.function: {spec!r}"
     if not callable(function):
         raise RewardError(f"{head} is not callable, but a {type(function).__name__} -- {FORMS}")
     if isinstance(function, type):
         return LoadedReward(spec, _built(function, kwargs, head), takes_batch=True)
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(f"{head} is a coroutine function -- write it without async: samples are scored in processes")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise RewardError(f"{head} yields, and a reward returns its score -- write return in place of yield")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -128,6 +124,9 @@ def _adapt(function: Any, spec: str, kwargs: dict[str, Any]) -> LoadedReward:
         for name, parameter in parameters.items()
         if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     ]
+    foreign = foreign_form(list(parameters))
+    if foreign is not None:
+        raise RewardError(f"{head} {foreign}; {FORMS}")
     unknown = [key for key in kwargs if key not in by_name]
     if unknown and not takes_any:
         raise RewardError(
@@ -166,17 +165,22 @@ def _built(cls: type, kwargs: dict[str, Any], head: str) -> BatchRewardFn:
 
 def _from_verl(function: Callable[..., object], passed: tuple[str, ...], kwargs: dict[str, Any]) -> RewardFn:
     def score(sample: RewardSample) -> object:
-        return function(**{name: getattr(sample, name) for name in passed}, **kwargs)
+        return function(**{name: _field(sample, name) for name in passed}, **kwargs)
 
     return score
 
 
 def _from_verl_batch(function: Callable[..., object], passed: tuple[str, ...], kwargs: dict[str, Any]) -> BatchRewardFn:
     def score(samples: Sequence[RewardSample]) -> object:
-        columns = {name: [getattr(sample, VERL_BATCH_NAMES[name]) for sample in samples] for name in passed}
+        columns = {name: [_field(sample, VERL_BATCH_NAMES[name]) for sample in samples] for name in passed}
         return function(**columns, **kwargs)
 
     return score
+
+
+def _field(sample: RewardSample, name: str) -> object:
+    """A field as verl passes it: its extra_info also says how many turns the conversation had."""
+    return {**VERL_EXTRA_INFO, **sample.extra_info} if name == "extra_info" else getattr(sample, name)
 
 
 def _check_filled(parameters: Any, filled: set[str], head: str) -> None:

@@ -35,7 +35,7 @@ from megatron_rl.errors import RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.rewards.channel import Channel
 from megatron_rl.rewards.processes import MARK, end_group, end_marked, yield_cores
-from megatron_rl.rewards.worker import Scored, Setup, Task
+from megatron_rl.rewards.worker import Loaded, Scored, Setup, Task
 
 LARGEST_CHUNK = 32
 """Most samples sent to a process at once: few messages, yet the last ones are shared evenly."""
@@ -45,6 +45,32 @@ PATIENCE_S, PATIENCE_FACTOR, PATIENCE_SAMPLES = 0.25, 8.0, 8
 """A sample is slow after this long, and this many times the mean of those before it, of which there are so many."""
 FOREVER = float("inf")
 LONGEST_WAIT_S = 60.0
+AWAIT_GRACE_S = 1.0
+"""A process cuts what it awaits at the time limit by itself; only one that does not is killed, this much later."""
+
+
+class FailureLimit:
+    """How many samples may fail, over all calls that share it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._failed: dict[int, tuple[RewardSample, str]] = {}
+
+    def note(self, sample: RewardSample, reason: str) -> None:
+        self._failed.setdefault(id(sample), (sample, reason))
+
+    @property
+    def is_passed(self) -> bool:
+        return len(self._failed) > self._most
+
+    @property
+    def failed(self) -> list[tuple[RewardSample, str]]:
+        """Failed samples and why, in the order of their failing."""
+        return list(self._failed.values())
+
+
+class TooManyFailed(RewardError):
+    """More samples have failed than a FailureLimit allows."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +89,13 @@ class _Worker:
     deadline: float
     """Of the message that is awaited: the word that the rewards are loaded, or the result of assigned[0]."""
     loaded: bool = False
-    takes_batch: tuple[bool, ...] = ()
+    rewards: tuple[Loaded, ...] = ()
     assigned: deque[int] = field(default_factory=deque)
     """Numbers of the samples that the process has not answered yet, in the order of their scoring."""
     whole: bool = False
     """What is assigned is one batch: it succeeds or fails together."""
+    at_once: bool = False
+    """What is assigned is awaited all at the same time."""
     since: float = 0.0
     """When the awaited sample's turn began."""
     aside: bool = False
@@ -76,18 +104,30 @@ class _Worker:
 class _Call:
     """What one `score` works on."""
 
-    def __init__(self, samples: Sequence[RewardSample], reward: int) -> None:
-        self.samples, self.reward = samples, reward
+    def __init__(self, samples: Sequence[RewardSample], reward: int, limit: FailureLimit | None) -> None:
+        self.samples, self.reward, self.limit = samples, reward, limit
         self.results: list[RewardResult | None] = [None] * len(samples)
         self.pending = deque(range(len(samples)))
         self.seconds = 0.0
         self.num_done = 0
+        self.num_late = 0
+        """Samples that have run out of their time."""
+
+    @property
+    def is_mostly_late(self) -> bool:
+        """Whether it is the reward that is slow, and not a sample."""
+        return self.num_late > self.num_done
+
+    def put(self, number: int, result: RewardResult | None) -> None:
+        self.results[number] = result
+        if self.limit is not None and result is not None and result.failed is not None:
+            self.limit.note(self.samples[number], result.failed)
 
     def patience_s(self, timeout_s: float) -> float:
         """Seconds after which a sample counts as slow; FOREVER while there is nothing to compare it with."""
-        if self.num_done < PATIENCE_SAMPLES:
+        if self.num_done < PATIENCE_SAMPLES and not self.is_mostly_late:
             return FOREVER
-        slow = max(PATIENCE_S, PATIENCE_FACTOR * self.seconds / self.num_done)
+        slow = PATIENCE_S if self.is_mostly_late else max(PATIENCE_S, PATIENCE_FACTOR * self.seconds / self.num_done)
         return slow if slow < timeout_s else FOREVER
 
 
@@ -153,18 +193,23 @@ class RewardPool:
         """What the environment of the pool's processes, and of all that those start, says (rewards/processes.py)."""
         return self._mark
 
-    def score(self, samples: Sequence[RewardSample], reward: int = 0) -> list[RewardResult | None]:
+    def score(
+        self, samples: Sequence[RewardSample], reward: int = 0, limit: FailureLimit | None = None
+    ) -> list[RewardResult | None]:
         """One result a sample, in order, by the pool's reward of that number; None where it does not apply.
 
-        Where the reward raises, hangs or crashes, `failed` says how. Raises RewardError when a reward cannot be loaded.
+        Where the reward raises, hangs or crashes, `failed` says how. Raises RewardError when a reward cannot be loaded,
+        TooManyFailed as soon as `limit` is passed: samples that have not been scored by then are not waited for.
         """
         with self._lock:
             if self._closed:
                 raise RewardError("the reward pool is closed")
-            call = _Call(samples, reward)
+            call = _Call(samples, reward, limit)
             try:
                 self._fill()
                 while call.pending or any(worker.assigned for worker in self._workers):
+                    if limit is not None and limit.is_passed:
+                        raise TooManyFailed(f"{len(limit.failed)} samples have failed")
                     self._assign(call)
                     self._wind_up(call)
                     self._receive(call)
@@ -233,14 +278,15 @@ class RewardPool:
                 return
             if not worker.loaded or worker.assigned or worker.aside:
                 continue
-            worker.whole = worker.takes_batch[call.reward]
+            worker.whole = worker.rewards[call.reward].takes_batch
+            worker.at_once = worker.rewards[call.reward].is_async
             # Half of an even share, so that the chunks shrink and all processes end at about the same time.
             share = min(-(-len(call.pending) // (2 * self._num_workers)), LARGEST_CHUNK)
             count = len(call.pending) if worker.whole else share
             chunk = [call.pending.popleft() for _ in range(count)]
             worker.assigned.extend(chunk)
             worker.since = time.monotonic()
-            worker.deadline = worker.since + self._setup.timeout_s
+            worker.deadline = worker.since + self._limit_s(worker)
             try:
                 # Token ids are for reward models; a rule has the text.
                 samples = [replace(call.samples[number], prompt_ids=(), response_ids=()) for number in chunk]
@@ -266,17 +312,17 @@ class RewardPool:
             if not worker.loaded:
                 if isinstance(message, str):
                     raise RewardError(message)
-                worker.loaded, worker.takes_batch = True, tuple(message)
+                worker.loaded, worker.rewards = True, tuple(message)
             else:
                 self._take(worker, message, call)
 
     def _take(self, worker: _Worker, scored: Scored, call: _Call) -> None:
-        call.results[worker.assigned.popleft()] = scored.result
+        call.put(worker.assigned.popleft(), scored.result)
         now = time.monotonic()
         if not worker.aside:
             call.seconds += now - worker.since
             call.num_done += 1
-        worker.since, worker.deadline = now, now + self._setup.timeout_s
+        worker.since, worker.deadline = now, now + self._limit_s(worker)
         # One that was set aside goes on with the rest of its chunk, which others have been given.
         if worker.aside or (scored.spent and not (worker.whole and worker.assigned)):
             call.pending.extendleft(reversed(worker.assigned))
@@ -287,7 +333,11 @@ class RewardPool:
         """Whether others wait behind the sample that the process is at."""
         num_aside = sum(other.aside for other in self._workers)
         blocks = len(worker.assigned) > 1 or (bool(worker.assigned) and bool(call.pending))
-        return blocks and not (worker.aside or worker.whole) and num_aside < MOST_ASIDE
+        return blocks and not (worker.aside or worker.whole or worker.at_once) and num_aside < MOST_ASIDE
+
+    def _limit_s(self, worker: _Worker) -> float:
+        """Seconds that the process has for its next answer."""
+        return self._setup.timeout_s + (AWAIT_GRACE_S if worker.at_once else 0.0)
 
     def _look_at_clocks(self, call: _Call) -> None:
         """Set slow samples aside, and give up those that are over their time."""
@@ -301,7 +351,8 @@ class RewardPool:
                 self._give_up_late(worker, call)
             elif self._may_wait_aside(worker, call) and now - worker.since >= call.patience_s(self._setup.timeout_s):
                 call.pending.extendleft([worker.assigned.pop() for _ in range(len(worker.assigned) - 1)])
-                worker.aside, worker.deadline = True, FOREVER
+                # Where most samples are late there is nothing better to wait for: its clock goes on.
+                worker.aside, worker.deadline = True, worker.deadline if call.is_mostly_late else FOREVER
                 yield_cores(worker.process.pid)
 
     def _wind_up(self, call: _Call) -> None:
@@ -317,6 +368,7 @@ class RewardPool:
             waited = f"{self._start_timeout_s:g} s"
             specs = " + ".join(rule.spec for rule in self._rules)
             raise RewardError(f"reward.function: {specs!r} was not loaded within {waited} -- make its import faster")
+        call.num_late += 1
         reason = f"no result within {self._setup.timeout_s:g} s (reward.timeout_s); its process is killed"
         self._give_up(worker, reason, call)
 
@@ -337,7 +389,7 @@ class RewardPool:
         """Fail the sample that the process is at, put the rest of its chunk back, and remove it."""
         failed = len(worker.assigned) if worker.whole else min(1, len(worker.assigned))
         for _ in range(failed):
-            call.results[worker.assigned.popleft()] = RewardResult(self._setup.failed_score, failed=reason)
+            call.put(worker.assigned.popleft(), RewardResult(self._setup.failed_score, failed=reason))
         call.pending.extendleft(reversed(worker.assigned))
         self._remove(worker)
 

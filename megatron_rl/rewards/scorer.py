@@ -11,7 +11,7 @@ from megatron_rl.config.reward_terms import Reward
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample, shown
 from megatron_rl.rewards.compose import Results, score_by_source
-from megatron_rl.rewards.pool import RewardPool, Rule
+from megatron_rl.rewards.pool import FailureLimit, RewardPool, Rule, TooManyFailed
 from megatron_rl.rewards.truths import refuse_unscorable
 
 ModelFn = Callable[[Sequence[RewardSample]], Results]
@@ -65,8 +65,34 @@ class RewardScorer:
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result a sample, in order; `failed` says why where there is no score."""
+        return self._scored(samples, None)
+
+    def score_or_stop(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """As `score`; RewardError as soon as more than reward.max_failed_share of the samples have failed for certain,
+        naming the first. A reward that always hangs is not waited for to the end.
+        """
+        limit = FailureLimit(int(self.cfg.max_failed_share * len(samples)))
+        try:
+            results = self._scored(samples, limit)
+        except TooManyFailed as error:
+            sample, reason = limit.failed[0]
+            raise RewardError(
+                f"reward.function {self.cfg.function!r} failed on {len(limit.failed)} of {len(samples)} samples, "
+                f"more than reward.max_failed_share {self.cfg.max_failed_share}, and the rest is not waited for; "
+                f"the first ({shown(sample)}): {reason}"
+            ) from error
+        self.require_few_failures(results, samples)
+        return results
+
+    def _scored(self, samples: Sequence[RewardSample], limit: FailureLimit | None) -> list[RewardResult]:
+        def score(reward: Reward, part: Sequence[RewardSample]) -> Results:
+            if reward.spec in self._models:
+                return self._models[reward.spec](part)
+            assert self._pool is not None
+            return self._pool.score(part, self._rules.index(reward), limit)
+
         plan = self.plan
-        return score_by_source(plan.default, plan.by_source, samples, self._score, self.cfg.failed_score)
+        return score_by_source(plan.default, plan.by_source, samples, score, self.cfg.failed_score)
 
     def check_rows(self, samples: Sequence[RewardSample]) -> None:
         """Look at every sample's data source and ground truth before the run starts; no reward is asked.
@@ -107,9 +133,3 @@ class RewardScorer:
         """End the reward processes."""
         if self._pool is not None:
             self._pool.close()
-
-    def _score(self, reward: Reward, samples: Sequence[RewardSample]) -> Results:
-        if reward.spec in self._models:
-            return self._models[reward.spec](samples)
-        assert self._pool is not None
-        return self._pool.score(samples, self._rules.index(reward))

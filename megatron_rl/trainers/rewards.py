@@ -56,11 +56,9 @@ class RunRewards:
             self._groups["judge"] = self._start(JudgeWorker, args, reward.judge, device)
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RewardResult]:
-        """One result per sequence, group after group. RewardError where too many fail (reward.max_failed_share)."""
+        """One result per sequence, group after group. RewardError once too many fail (reward.max_failed_share)."""
         samples = [reward_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        results = self._scorer.score(samples)
-        self._scorer.require_few_failures(results, samples)
-        return results
+        return self._scorer.score_or_stop(samples)
 
     def close(self) -> None:
         """End the models' workers and the reward processes."""

@@ -205,7 +205,8 @@ def test_verl_form_is_called_by_name_with_kwargs(tmp_path: Path):
     """
     path = write(tmp_path, code)
     returned = load_reward(f"{path}:compute_score", {"scale": 2.0})(sample("9", extra_info={"a": 1}))
-    assert returned == {"score": 2.0, "seen": ["add2", "9", "9", {"a": 1}]}
+    extra_info = {"num_turns": 2, "rollout_reward_scores": {}, "a": 1}
+    assert returned == {"score": 2.0, "seen": ["add2", "9", "9", extra_info]}
     assert load_reward(f"{path}:short")(sample("9")) is True
     names = ["data_source", "extra_info", "ground_truth", "more"]
     assert load_reward(f"{path}:anything", {"more": 1})(sample()) == {"score": 1, "names": names}
@@ -267,7 +268,7 @@ def test_a_file_that_does_not_import_shows_its_error(tmp_path: Path):
             "def fn(solution_str, reference):\n    return 1\n",
             "needs reference, which nothing gives -- accepted forms",
         ),
-        ("async def fn(sample):\n    return 1\n", "coroutine"),
+        ("async def fn(sample):\n    yield 1\n", "yields"),
         ("fn = 3\n", "is not callable, but a int -- accepted forms"),
     ],
 )
