@@ -23,6 +23,10 @@ class CheckpointError(MegatronRLError, ValueError):
     """Weights or a checkpoint that are missing, surplus, misshaped or could not be written."""
 
 
+class NonFiniteError(MegatronRLError, ArithmeticError):
+    """A loss, a gradient or weights with numbers that are not finite; training on them would destroy the model."""
+
+
 class ReshardError(MegatronRLError, RuntimeError):
     """A weight transfer that would leave the engine different from the trainer."""
 

@@ -221,10 +221,30 @@ class SyncReport:
 
 
 @dataclass(frozen=True)
+class BadMicroBatch:
+    """A micro-batch whose loss or own gradient is not finite, as one rank saw it."""
+
+    rank: int
+    dp: int
+    """Data-parallel rank whose micro-batch it is."""
+    micro: int
+    """Its number among that rank's micro-batches of the mini-batch."""
+    sequences: tuple[int, ...] | None
+    """Numbers of the sequences in it that are at fault; None where all may be."""
+    what: Literal["loss", "gradient"]
+
+
+@dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did. Equal on all ranks of the last pipeline stage; others know grad_norm and lr only."""
+    """What one optimizer step did. Equal on all ranks of the last pipeline stage; others know all but loss and
+    metrics.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     metrics: dict[str, Metric] = field(default_factory=dict)
+    updated: bool = True
+    """False where loss or gradient norm are not finite: weights, moments and learning-rate schedule are as before."""
+    bad: tuple[BadMicroBatch, ...] = ()
+    """Where that came from, by all ranks; empty where each micro-batch is finite by itself and their sum is not."""

@@ -22,6 +22,11 @@ class TrainerConfig:
     """First steps of a PPO run in which the critic alone is updated."""
     target_loss: PositiveFloat | None = None
     """SFT stops once the running mean (0.9) of the training loss is below this."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite: end the run, or pass over the mini-batch and count it. Either way weights,
+    optimizer and learning-rate schedule stay as they were before it."""
+    max_nonfinite_skips: NonNegativeInt = 10
+    """Mini-batches that a run may pass over with on_nonfinite skip, over all its steps; one more ends it."""
     seed: NonNegativeInt = 0
     """Seed of weights drawn at random, data order and sampling."""
     save_freq: Frequency = -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.data import DataConfig
@@ -53,6 +53,8 @@ class SftSample:
     loss_mask: tuple[bool, ...]
     """One entry a token: whether the model is trained to predict it."""
     data_source: str = ""
+    where: str = field(default="", compare=False)
+    """File and row, for messages: "train.jsonl row 7"."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
         ends = renderer.ends_with_eos(ids, mask)
         num_without_end += not ends
         num_whole_without_end += not ends and len(ids) == num_tokens
-        samples.append(SftSample(index, tuple(ids), tuple(mask), data_source(cfg, row)))
+        samples.append(SftSample(index, tuple(ids), tuple(mask), data_source(cfg, row), row.where))
     refuse_bad_rows(bad, len(rows), what)
     if cfg.overlong_prompts == "error":
         refuse_overlong(overlong, len(rows), limit, "sequences", "data.max_prompt_length + data.max_response_length")

@@ -6,17 +6,18 @@ tensor-parallel ranks; experts are split over expert-parallel ranks instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from megatron_rl.config.layout import ModelShape
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.build import Policy
+from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import expert_group, pp_group, tp_group
 from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.heads import value_head_params, value_head_shapes
-from megatron_rl.weights.safetensors import WeightSource
+from megatron_rl.weights.safetensors import WeightSource, refuse_nonfinite
 from megatron_rl.weights.spec import LocalParam, hf_shapes, megatron_params
 
 
@@ -91,18 +92,38 @@ def _checked_parameters(policy: Policy, chunk: int, params: list[LocalParam]) ->
 def load_hf(policy: Policy, source: WeightSource) -> None:
     """Fill this rank's shard from `source`, reading only the blocks it holds. Padding rows become 0.
 
-    Raises CheckpointError where the source does not hold exactly the model's tensors.
+    Raises CheckpointError where the source does not hold exactly the model's tensors; and on all ranks, naming them,
+    where tensors hold numbers that are not finite in the model's precision.
     """
     source.check(tensor_shapes(policy))
+    sizes: dict[str, list[torch.Tensor]] = {}
     for chunk in range(policy.parallel.vpp):
         params = chunk_params(policy, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
         held = _checked_parameters(policy, chunk, params)
         for param in params:
             target, at = held[param.name], 0
             for block in param.blocks:
-                target[at : at + block.num_rows].copy_(source.read(block))
+                rows = target[at : at + block.num_rows].copy_(source.read(block))
+                sizes.setdefault(block.hf_name, []).append(largest(rows))
                 at += block.num_rows
             target[at:].zero_()
+    _refuse_bad(sizes, source)
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value as a float32 scalar; NaN where any number is. No copy of the tensor is made."""
+    if not tensor.numel():
+        return torch.zeros((), device=tensor.device)
+    return torch.linalg.vector_norm(tensor.detach(), ord=float("inf")).float()
+
+
+def _refuse_bad(sizes: Mapping[str, Sequence[torch.Tensor]], source: WeightSource) -> None:
+    """sizes: largest absolute values of the parts of each tensor that this rank has loaded. The device is read once."""
+    names = [name for name, parts in sizes.items() for _ in parts]
+    finite = torch.stack([size for parts in sizes.values() for size in parts]).isfinite().tolist()
+    here = sorted({name for name, well in zip(names, finite, strict=True) if not well})
+    bad = sorted({name for names in gathered(here) for name in names})
+    refuse_nonfinite({name: source.place(name) for name in bad})
 
 
 @torch.no_grad()

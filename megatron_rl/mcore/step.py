@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -14,9 +17,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megatron_rl.mcore.build import Policy, Trainable
+from megatron_rl.mcore.finite import bad_gradients, bad_losses
 from megatron_rl.mcore.logprobs import linear_logprobs
 from megatron_rl.mcore.packing import MicroBatch, pack
-from megatron_rl.parallel.collectives import reduce_metrics
+from megatron_rl.parallel.collectives import any_rank, reduce_metrics
 from megatron_rl.parallel.groups import cp_group, dp_cp_group
 from megatron_rl.types import Metric, StepReport, TrainBatch
 
@@ -172,6 +176,8 @@ def optimizer_step(
 
     The loss is sum(loss_weights * losses) over all tokens of all ranks. The column loss_weights holds global
     denominators, so neither the split into micro-batches nor the number of ranks changes the gradient.
+    Where the loss or the norm of the gradient is not finite, nothing is changed, on no rank: not the weights, not the
+    optimizer's moments, not the learning-rate schedule; the report says so, and where it came from.
     Returns the report and, per micro-batch, the [T] column that the objective handed back; both come from the last
     pipeline stage (elsewhere the report has no metrics, a loss of NaN, and the list is empty).
     """
@@ -183,29 +189,52 @@ def optimizer_step(
 
     def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
         losses, values, column = objective(micro, hidden)
-        loss = (micro.columns["loss_weights"] * losses).sum()
+        weighted = micro.columns["loss_weights"] * losses
+        loss = weighted.sum()
         # Kept on the device: reading a number here would stall the GPU once a micro-batch.
         sums = {"loss": loss, **{name: value.sum() for name, value in values.items()}}
         counts = {"loss": 1.0, **{name: float(value.numel()) for name, value in values.items()}}
         return (
             loss,
             torch.ones((), dtype=torch.int),
-            ({n: v.detach().clone() for n, v in sums.items()}, counts, column.detach()),
+            ({n: v.detach().clone() for n, v in sums.items()}, counts, column.detach(), weighted.detach()),
         )
 
     micros = pack_all(policy, batches)
     found = _run(policy, micros, loss_of, forward_only=False)
-    trainable.scheduler.step(increment=1)
-    lr = trainable.optimizer.param_groups[0]["lr"]
-    outcome: Any = trainable.optimizer.step()
-    updated, grad_norm, _ = outcome
-    assert updated, "the optimizer skipped a step: gradients are not finite"
-    columns = _columns(micros, [values for _, _, values in found])
-    report = StepReport(loss=float("nan"), grad_norm=float(grad_norm), lr=lr)
+    report = StepReport(loss=float("nan"), grad_norm=_gradient_norm(trainable.optimizer), lr=0.0)
     if found:
-        total = reduce_metrics(_add([(sums, counts) for sums, counts, _ in found]), dp_cp_group())
+        total = reduce_metrics(_add([(sums, counts) for sums, counts, _, _ in found]), dp_cp_group())
         report = replace(report, loss=total.pop("loss").total, metrics=total)
-    return report, columns
+    # The loss is known to the last stage alone, and the norm to the ranks that share an optimizer.
+    wrong = not math.isfinite(report.grad_norm) or (bool(found) and not math.isfinite(report.loss))
+    if any_rank(wrong):
+        bad = bad_losses(micros, [losses for _, _, _, losses in found]) or bad_gradients(
+            policy, micros, lambda some: _run(policy, list(some), loss_of, forward_only=False)
+        )
+        report = replace(report, updated=False, bad=tuple(bad))
+    else:
+        trainable.scheduler.step(increment=1)
+        _apply_gradient(trainable.optimizer, report.grad_norm)
+    report = replace(report, lr=trainable.optimizer.param_groups[0]["lr"])
+    return report, _columns(micros, [values for _, _, values, _ in found])
+
+
+def _gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """The norm of the whole gradient, which is ready to be clipped and applied after this."""
+    # Megatron's own look at gradients is for float16 alone.
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm() or 0.0)
+
+
+def _apply_gradient(optimizer: MegatronOptimizer, norm: float) -> None:
+    """Clip and update: what Megatron's step does once it has the norm."""
+    parts: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        params = [] if part.is_stub_optimizer else part.get_parameters()
+        if params:
+            clip_grad_by_total_norm_fp32(params, max_norm=part.config.clip_grad, total_norm=norm)
+    assert optimizer.step_with_ready_grads()
 
 
 def train_step(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_rl.types import Metric
+
+T = TypeVar("T")
 
 
 def keeps_group_order() -> bool:
@@ -24,6 +27,24 @@ def adder(group: torch.distributed.ProcessGroup) -> Callable[[torch.Tensor], tor
         return values
 
     return add_up
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank of the default group: the same answer on all of them."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    seen = torch.tensor([float(flag)], device=device)
+    torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
+    return bool(seen.item())
+
+
+def gathered(found: Sequence[T]) -> list[Sequence[T]]:
+    """What each rank of the default group found, in rank order, on all of them. Nothing is sent where none did."""
+    world = torch.distributed.get_world_size()
+    if not any_rank(bool(found)):
+        return [[] for _ in range(world)]
+    parts: list[Any] = [None] * world
+    torch.distributed.all_gather_object(parts, found)
+    return parts
 
 
 def reduce_metrics(metrics: Mapping[str, Metric], group: torch.distributed.ProcessGroup | None) -> dict[str, Metric]:

@@ -69,6 +69,11 @@ def cp_group() -> torch.distributed.ProcessGroup:
     return cast(torch.distributed.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
+def dp_rank() -> int:
+    """Which part of a mini-batch's sequences this rank works on."""
+    return cast(int, parallel_state.get_data_parallel_rank())
+
+
 def expert_group() -> torch.distributed.ProcessGroup:
     """The ranks that together hold one copy of this stage's experts, in the order ep rank, then etp rank."""
     group = parallel_state.get_expert_tensor_and_model_parallel_group()

@@ -27,6 +27,7 @@ from megatron_rl.flow import Flow, Node
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers.kl_control import KlControl
+from megatron_rl.trainers.nonfinite import NonFiniteGuard
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.trainers.rewards import RunRewards, require_scores
 from megatron_rl.trainers.shaping import Shaped, length_penalties, loss_old_logprobs, response_lens
@@ -71,6 +72,7 @@ class RlTrainer:
         )
         self.version = 0
         self.kl_control = KlControl(cfg.algorithm.kl_ctrl)
+        self.guard = NonFiniteGuard(cfg.trainer)
         self.rewards = RunRewards(cfg)
         try:
             self.rewards.preflight([*prompts, *(self.val_set.prompts if self.val_set else ())])
@@ -96,6 +98,7 @@ class RlTrainer:
 
     def run_flow(self, step: int) -> tuple[dict[str, Any], float]:
         """One step over the next prompts: the flow's values, and seconds of the slowest rank inside its methods."""
+        self.guard.step = step
         prompts = self.next_prompts()
         busy = self.policy.busy_seconds
         values = self.flow.run(prompts=prompts, step=step)
@@ -160,7 +163,9 @@ class RlTrainer:
     def publish(self, updates: list[UpdateResult]) -> SyncReport:
         """The new weights into the engines, under the next version; all ranks added up."""
         self.version += 1
-        changed = any(update.report.grad_norm > 0 and update.report.lr > 0 for update in updates)
+        changed = any(
+            update.report.updated and update.report.grad_norm > 0 and update.report.lr > 0 for update in updates
+        )
         return functools.reduce(operator.add, self.policy.publish(self.version, expect_change=changed))
 
     # Pieces of advantages and update.
@@ -240,18 +245,26 @@ class RlTrainer:
         plan: BatchPlan,
         epochs: int,
         update: Callable[[list[list[TrainBatch]]], Sequence[UpdateResult]],
+        rows: Sequence[str],
+        model: str = "actor",
     ) -> tuple[list[UpdateResult], Tensor]:
         """`epochs` passes over the mini-batches, an optimizer step each; one without sequences is passed over.
 
-        update: takes [dp][micro-batch] batches, returns a result of each data-parallel rank. Returns a result an
-        optimizer step, and the [T] column that the steps of the first pass started from (zeros where there is none).
+        update: takes [dp][micro-batch] batches, returns a result of each data-parallel rank. rows: what each sequence
+        is called where numbers are not finite, model: whose step it is. Returns a result an optimizer step, and the
+        [T] column that the steps of the first pass started from (zeros where there is none).
         """
         updates: list[UpdateResult] = []
         parts: list[list[Tensor]] = [[] for _ in range(self.cfg.dp_size)]
+        if epochs:
+            used = [s for ranks in plan.minis for rank in ranks for micro in rank for s in micro]
+            self.guard.look_at_columns(batch, model, used, rows)
         for epoch in range(epochs):
-            for ranks in plan.minis:
+            for mini, ranks in enumerate(plan.minis, start=1):
                 results = update(select_micro_batches(batch, ranks)) if _has_sequences(ranks) else []
-                updates.extend(results[:1])
+                for result in results[:1]:
+                    self.guard.look(result.report, model, mini, ranks, rows)
+                    updates.append(result)
                 found = [list(result.logprobs) for result in results] or [[torch.zeros(0)] * len(r) for r in ranks]
                 if epoch == 0:
                     parts = [have + new for have, new in zip(parts, found, strict=True)]
@@ -369,6 +382,15 @@ def sample_record(group: RolloutGroup, rollout: Rollout, result: RewardResult) -
 def bare(batch: TrainBatch) -> TrainBatch:
     """Tokens and mask alone: what a forward pass needs."""
     return TrainBatch(batch.tokens, batch.seq_lens, batch.loss_mask)
+
+
+def sequence_names(groups: Sequence[RolloutGroup]) -> list[str]:
+    """What each sequence is called in messages: the file and row of its prompt, and its sample."""
+    return [
+        f"{group.prompt.where or f'row {group.prompt.index}'} sample {number}"
+        for group in groups
+        for number in range(1, len(group.rollouts) + 1)
+    ]
 
 
 def _has_sequences(ranks: Sequence[MicroBatches]) -> bool:

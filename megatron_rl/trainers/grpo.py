@@ -21,7 +21,7 @@ from megatron_rl.data.batching import BatchPlan
 from megatron_rl.flow import Flow, Node
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
-from megatron_rl.trainers.base import RlTrainer
+from megatron_rl.trainers.base import RlTrainer, sequence_names
 from megatron_rl.trainers.sampling import differing, sample_differing
 from megatron_rl.trainers.shaping import leave_out, length_penalties, response_lens
 from megatron_rl.types import Prompt, RolloutGroup, TrainBatch
@@ -59,7 +59,7 @@ class GrpoTrainer(RlTrainer):
             Node(
                 "update",
                 self.update,
-                {"train_batch": TrainBatch, "train_plan": BatchPlan},
+                {"train_batch": TrainBatch, "train_plan": BatchPlan, "groups": list[RolloutGroup]},
                 {"updates": list[UpdateResult], "train_logprobs": Tensor},
                 "policy",
             ),
@@ -94,7 +94,8 @@ class GrpoTrainer(RlTrainer):
         values, busy = self.run_flow(step)
         metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
         metrics |= report.group_metrics(values) | values.get("sampling", {}) | values["counts"]
-        return metrics | self.kl_control.metrics()
+        skips = self.guard.metrics({"policy": [update.report for update in values["updates"]]})
+        return metrics | skips | self.kl_control.metrics()
 
     def generate_differing(self, prompts: list[Prompt], step: int) -> dict[str, Any]:
         """Groups whose samples differ, from as many batches of prompts as that takes (DAPO)."""
@@ -154,10 +155,14 @@ class GrpoTrainer(RlTrainer):
         advantages = ADVANTAGES[algorithm.adv_estimator](inputs)
         return self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
 
-    def update(self, train_batch: TrainBatch, train_plan: BatchPlan) -> dict[str, Any]:
+    def update(self, train_batch: TrainBatch, train_plan: BatchPlan, groups: list[RolloutGroup]) -> dict[str, Any]:
         """ppo_epochs passes over the mini-batches, an optimizer step each."""
         temperature = self.cfg.rollout.temperature
         updates, logprobs = self.run_updates(
-            train_batch, train_plan, self.cfg.actor.ppo_epochs, lambda micros: self.policy.update(micros, temperature)
+            train_batch,
+            train_plan,
+            self.cfg.actor.ppo_epochs,
+            lambda micros: self.policy.update(micros, temperature),
+            sequence_names(groups),
         )
         return {"updates": updates, "train_logprobs": logprobs}

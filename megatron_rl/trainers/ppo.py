@@ -22,7 +22,7 @@ from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_ba
 from megatron_rl.flow import Flow, Node
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
-from megatron_rl.trainers.base import RlTrainer, bare
+from megatron_rl.trainers.base import RlTrainer, bare, sequence_names
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.trainers.shaping import leave_out
 from megatron_rl.types import RolloutGroup, TrainBatch
@@ -74,8 +74,9 @@ class PpoTrainer(RlTrainer):
         trained = {"train_batch": TrainBatch, "train_plan": BatchPlan, "kept": Tensor, "counts": dict[str, float]}
         critic = {"critic_batch": TrainBatch, "seen_values": Tensor, "returns": Tensor}
         updates = {"updates": list[UpdateResult], "train_logprobs": Tensor}
-        update_takes = {"train_batch": TrainBatch, "train_plan": BatchPlan, "step": int}
-        critic_takes = {"critic_batch": TrainBatch, "critic_plan": BatchPlan}
+        rows = {"groups": list[RolloutGroup]}
+        update_takes = {"train_batch": TrainBatch, "train_plan": BatchPlan, "step": int} | rows
+        critic_takes = {"critic_batch": TrainBatch, "critic_plan": BatchPlan} | rows
         update_critic = Node(
             "update_critic", self.update_critic, critic_takes, {"critic_updates": list[UpdateResult]}, "critic"
         )
@@ -102,7 +103,9 @@ class PpoTrainer(RlTrainer):
         """One step; returns its metrics (report.py reads them off the flow's values)."""
         values, busy = self.run_flow(step)
         metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
-        return metrics | values["counts"] | report.critic_metrics(values) | self.kl_control.metrics()
+        models = {"policy": "updates"} | ({} if self.shared else {"critic": "critic_updates"})
+        skips = self.guard.metrics({name: [u.report for u in values[key]] for name, key in models.items()})
+        return metrics | values["counts"] | report.critic_metrics(values) | skips | self.kl_control.metrics()
 
     def assemble(self, groups: list[RolloutGroup]) -> dict[str, Any]:
         """Pack the rollouts; plan the actor's mini-batches and the critic's."""
@@ -163,17 +166,26 @@ class PpoTrainer(RlTrainer):
             "returns": returns,
         }
 
-    def update_critic(self, critic_batch: TrainBatch, critic_plan: BatchPlan) -> list[UpdateResult]:
+    def update_critic(
+        self, critic_batch: TrainBatch, critic_plan: BatchPlan, groups: list[RolloutGroup]
+    ) -> list[UpdateResult]:
         """ppo_epochs passes of the critic over its mini-batches, an optimizer step each."""
-        return self.run_updates(critic_batch, critic_plan, self.critic_part.ppo_epochs, self.policy.update_critic)[0]
+        epochs, rows = self.critic_part.ppo_epochs, sequence_names(groups)
+        return self.run_updates(critic_batch, critic_plan, epochs, self.policy.update_critic, rows, "critic")[0]
 
-    def update(self, train_batch: TrainBatch, train_plan: BatchPlan, step: int) -> dict[str, Any]:
+    def update(
+        self, train_batch: TrainBatch, train_plan: BatchPlan, step: int, groups: list[RolloutGroup]
+    ) -> dict[str, Any]:
         """ppo_epochs passes of the actor over its mini-batches; none while the critic warms up."""
         cfg = self.cfg
         epochs = 0 if step <= cfg.trainer.critic_warmup else cfg.actor.ppo_epochs
         method = self.policy.update_both if self.shared else self.policy.update
         updates, logprobs = self.run_updates(
-            train_batch, train_plan, epochs, lambda micros: method(micros, cfg.rollout.temperature)
+            train_batch,
+            train_plan,
+            epochs,
+            lambda micros: method(micros, cfg.rollout.temperature),
+            sequence_names(groups),
         )
         return {"updates": updates, "train_logprobs": logprobs}
 

@@ -128,7 +128,10 @@ def length_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def update_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Means over the optimizer steps of one training step; token metrics are weighted by their tokens."""
+    """Means over the optimizer steps of one training step; token metrics are weighted by their tokens. Steps that were
+    not made, because numbers were not finite, count for nothing here.
+    """
+    reports = [report for report in reports if report.updated]
     metrics = {"policy/updates": float(len(reports))}
     if not reports:
         return metrics

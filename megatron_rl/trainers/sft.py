@@ -18,6 +18,7 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import SftSample, SftSet, load_sft
 from megatron_rl.data.stream import open_stream, steps_per_epoch
 from megatron_rl.trainers import report
+from megatron_rl.trainers.nonfinite import NonFiniteGuard
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.types import TrainBatch
 from megatron_rl.workers.policy import UpdateResult
@@ -43,13 +44,15 @@ class SftTrainer:
         self.steps_per_epoch = steps_per_epoch(len(samples), cfg.data.train_batch_size)
         self.total_steps = cfg.trainer.total_training_steps or self.steps_per_epoch * cfg.trainer.total_epochs
         self.loss_ema: float | None = None
+        self.guard = NonFiniteGuard(cfg.trainer)
         self.policy = start_policy(cfg, self.total_steps, with_engine=False)
 
     def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step over train_batch_size sequences."""
         assert self.train_set is not None and self.stream is not None, "an evaluation takes no steps"
         start = time.perf_counter()
-        batch = to_batch([self.train_set.samples[i] for i in self.stream.next()])
+        samples = [self.train_set.samples[i] for i in self.stream.next()]
+        batch = to_batch(samples)
         segments = batch.segment_ids()
         weights = loss_weights(
             self.cfg.actor.loss_agg_mode,
@@ -62,12 +65,16 @@ class SftTrainer:
         results: list[UpdateResult] = self.policy.update_sft(
             select_micro_batches(batch.with_(loss_weights=weights), mini)
         )
+        self.guard.step = step
+        self.guard.look(results[0].report, "actor", 1, mini, [sample.where for sample in samples])
         metrics = report.update_metrics([results[0].report])
-        loss = metrics.pop("policy/loss")
-        self.loss_ema = loss if self.loss_ema is None else _EMA * self.loss_ema + (1 - _EMA) * loss
+        loss = metrics.pop("policy/loss", None)
+        if loss is not None:
+            self.loss_ema = loss if self.loss_ema is None else _EMA * self.loss_ema + (1 - _EMA) * loss
         seconds = time.perf_counter() - start
+        metrics |= self.guard.metrics({"policy": [results[0].report]})
+        metrics |= {} if self.loss_ema is None else {"sft/loss_ema": self.loss_ema}
         metrics |= {
-            "sft/loss_ema": self.loss_ema,
             "time/step": seconds,
             "perf/tokens_per_s": batch.num_tokens / seconds,
         }

@@ -59,3 +59,7 @@ class ValueHeadSource:
             rows = (block.num_rows,)
             return torch.zeros(rows if block.cols is None else (*rows, block.cols[1] - block.cols[0]))
         return self._source.read(block)
+
+    def place(self, name: str) -> str:
+        """See WeightSource."""
+        return self._source.place(name)

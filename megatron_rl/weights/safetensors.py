@@ -20,6 +20,7 @@ from megatron_rl.weights.end_token import name_end_token
 from megatron_rl.weights.spec import Block
 
 INDEX_NAME = "model.safetensors.index.json"
+_SHOWN = 20
 # Files of a model folder that are not weights and belong to every copy of it.
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -36,6 +37,10 @@ class WeightSource(Protocol):
 
     def read(self, block: Block) -> torch.Tensor:
         """The block's values: [rows] or [rows, cols]."""
+        ...
+
+    def place(self, name: str) -> str:
+        """Where the tensor comes from, for messages: its file."""
         ...
 
 
@@ -100,6 +105,10 @@ class SafetensorsSource:
         rows = slice(*block.rows)
         return view[rows] if block.cols is None else view[rows, slice(*block.cols)]
 
+    def place(self, name: str) -> str:
+        """See WeightSource."""
+        return str(self.path / self._file_of.get(name, ""))
+
 
 class RandomSource:
     """Weights drawn at random: N(0, initializer_range) matrices, unit norms, zero biases.
@@ -126,6 +135,50 @@ class RandomSource:
             whole = torch.randn(shape, generator=generator) * self._std
         rows = whole[slice(*block.rows)]
         return rows if block.cols is None else rows[:, slice(*block.cols)]
+
+    def place(self, name: str) -> str:
+        """See WeightSource."""
+        return "weights drawn at random"
+
+
+def refuse_nonfinite(place_of: Mapping[str, str]) -> None:
+    """Raise CheckpointError that names tensors which are not finite, and their files, if there are any.
+
+    place_of: tensor -> file.
+    """
+    if not place_of:
+        return
+    by_place: dict[str, list[str]] = {}
+    for name, place in place_of.items():
+        by_place.setdefault(place, []).append(name)
+    parts: list[str] = []
+    for place, names in by_place.items():
+        more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        parts.append(f"{place}: {', '.join(names[:_SHOWN])}{more}")
+    raise CheckpointError(
+        f"{len(place_of)} tensors hold numbers that are not finite (nan, inf, or beyond the precision that they are "
+        f"loaded in): {' | '.join(parts)} -- copy the folder again, or take an earlier save"
+    )
+
+
+def file_holding(folder: str, name: str) -> str:
+    """The file of a model folder that holds a tensor; the folder where that is not known (other formats)."""
+    if not any((Path(folder) / file).is_file() for file in (INDEX_NAME, "model.safetensors")):
+        return folder
+    return SafetensorsSource(folder).place(name)
+
+
+def finite_tensors(source: SafetensorsSource, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """source.tensors(); at the end CheckpointError names those that are not finite in `dtype`, if there are any."""
+    bad: dict[str, str] = {}
+    for name, tensor in source.tensors():
+        if tensor.is_floating_point() and tensor.numel():
+            size = float(torch.linalg.vector_norm(tensor.to(torch.float32), ord=float("inf")))
+            # Not written as size > max: no comparison holds for NaN.
+            if not size <= torch.finfo(dtype).max:
+                bad[name] = source.place(name)
+        yield name, tensor
+    refuse_nonfinite(bad)
 
 
 def write_model(

@@ -134,10 +134,13 @@ class CriticWorker(PolicyWorker):
     def save_critic_hf(self, path: str) -> str:
         """The critic as a Hugging Face token classifier with one label, written by rank 0."""
         from megatron_rl.mcore import convert
+        from megatron_rl.mcore.finite import refuse_bad_weights
 
         offload = self._critic_offload or self._offload
         offload.to_device("params")
         policy, cfg = self._critic.policy, self._cfg
+        consequence = f"{path} is not written; an earlier save there is intact"
+        refuse_bad_weights(policy, what="the critic's weights", consequence=consequence)
         tensors = _without(
             functools.partial(convert.export_hf, policy), frozenset(convert.lm_head_shapes(policy.shape))
         )

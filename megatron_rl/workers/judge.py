@@ -17,7 +17,7 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, make_engine
-from megatron_rl.weights.safetensors import SafetensorsSource
+from megatron_rl.weights.safetensors import SafetensorsSource, finite_tensors
 
 LONGEST_SHOWN = 200
 
@@ -67,7 +67,7 @@ class JudgeWorker:
             needs_text=False,
         )
         self._engine = make_engine(settings)
-        tensors = SafetensorsSource(Path(cfg.path)).tensors()
+        tensors = finite_tensors(SafetensorsSource(Path(cfg.path)), getattr(torch, cfg.dtype))
         # A tied output layer may stand in the file as well; engines take it from the embedding.
         tied = plan.shape.tie_word_embeddings
         self._engine.update_weights(((n, t) for n, t in tensors if not (tied and n == "lm_head.weight")), 0)

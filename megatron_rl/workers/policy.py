@@ -174,8 +174,23 @@ class PolicyWorker:
 
     @dispatch(split=Split.ALL)
     def publish(self, version: int, expect_change: bool) -> SyncReport:
-        """The actor's weights into every engine; what each rank did."""
+        """The actor's weights into every engine; what each rank did. Weights that are not finite, or that the
+        engine's precision cannot hold, reach none: NonFiniteError on all ranks.
+        """
+        from megatron_rl.mcore.build import DTYPES
+        from megatron_rl.mcore.finite import refuse_bad_weights
+
         self._offload.to_host("grads", "optimizer")
+        if expect_change or version == 0:
+            self._offload.to_device("params")
+            dtype = DTYPES[self._cfg.rollout.dtype or self._cfg.model.dtype]
+            consequence = "engines keep the weights that they have"
+            refuse_bad_weights(
+                self._trainable.policy,
+                what="the actor's weights",
+                consequence=consequence,
+                limit=torch.finfo(dtype).max,
+            )
         return self._publisher.publish(version, expect_change=expect_change)
 
     @dispatch(split=Split.SPLIT_DP)
@@ -221,8 +236,14 @@ class PolicyWorker:
 
     @dispatch(split=Split.ALL, collect=Collect.RANK0)
     def save_hf(self, path: str) -> str:
-        """The actor as a Hugging Face folder at `path`, written by rank 0 from tensors of all ranks."""
+        """The actor as a Hugging Face folder at `path`, written by rank 0 from tensors of all ranks. Weights that are
+        not finite are not saved: NonFiniteError on all ranks, and an earlier save stays as it is.
+        """
+        from megatron_rl.mcore.finite import refuse_bad_weights
+
         self._offload.to_device("params")
+        consequence = f"{path} is not written; an earlier save there is intact"
+        refuse_bad_weights(self._trainable.policy, what="the actor's weights", consequence=consequence)
         return self._write_hf(path, self._export(), self._cfg.model.path)
 
     def _write_hf(

@@ -18,6 +18,7 @@ from megatron_rl.config.reward import RewardModelConfig
 from megatron_rl.errors import CheckpointError, RewardError
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample, checked
+from megatron_rl.weights.safetensors import file_holding, refuse_nonfinite
 
 _TOO_LARGE = 10**9
 """What tokenizers say when they know no limit is above this."""
@@ -149,6 +150,8 @@ def _load(cfg: RewardModelConfig) -> Any:
             f"reward.model.path: {cfg.path!r} has no weights for {', '.join(unset)} "
             "-- give the folder of a trained sequence classifier"
         )
+    bad = [name for name, tensor in model.state_dict().items() if not bool(torch.isfinite(tensor).all())]
+    refuse_nonfinite({name: file_holding(cfg.path, name) for name in bad})
     return model.eval()
 
 

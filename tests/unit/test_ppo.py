@@ -151,6 +151,9 @@ class _Source:
     def read(self, block: Block) -> torch.Tensor:
         return torch.ones(block.num_rows, *(() if block.cols is None else (block.cols[1] - block.cols[0],)))
 
+    def place(self, name: str) -> str:
+        return "the test"
+
 
 @pytest.mark.parametrize(
     ("kind", "own", "bias"), [("causal", set(), 0.0), ("sequence", {"score.weight"}, 0.0), ("token", None, 1.0)]

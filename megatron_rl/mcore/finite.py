@@ -1,0 +1,124 @@
+"""Numbers that are not finite: looked for before weights change, before they leave, and as they are loaded.
+
+Every rank comes to the same verdict, since one that went on alone would wait for the others in the next collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import NonFiniteError
+from megatron_rl.mcore.build import Policy
+from megatron_rl.mcore.convert import chunk_params, largest
+from megatron_rl.mcore.packing import MicroBatch
+from megatron_rl.parallel.collectives import gathered
+from megatron_rl.parallel.groups import dp_rank, expert_group, pp_group, tp_group
+from megatron_rl.types import BadMicroBatch
+
+_SHOWN = 10
+
+
+def bad_losses(micros: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> list[BadMicroBatch]:
+    """The sequences with a token whose loss is not finite, from all ranks. A collective.
+
+    losses: [n] weighted token losses of each micro-batch; empty on ranks of other stages than the last.
+    """
+    rank, found = torch.distributed.get_rank(), []
+    for number, (micro, values) in enumerate(zip(micros, losses, strict=False)):
+        wrong = ~torch.isfinite(values)
+        if bool(wrong.any()):
+            sequences = micro.columns["segment_ids"][wrong].unique().tolist()
+            found.append(BadMicroBatch(rank, dp_rank(), number, tuple(sequences), "loss"))
+    return [one for part in gathered(found) for one in part]
+
+
+def bad_gradients(
+    policy: Policy, micros: Sequence[MicroBatch], run: Callable[[Sequence[MicroBatch]], Any]
+) -> list[BadMicroBatch]:
+    """The micro-batches whose own gradient is not finite on some rank, from all ranks. A collective.
+
+    run: forward and backward over some micro-batches. Each is run once more, by itself and without adding gradients
+    up over ranks; the gradients are of no more use afterwards. An interleaved pipeline takes as many as it has stages.
+    """
+    unit = policy.parallel.pp if policy.parallel.vpp > 1 else 1
+    rank, found = torch.distributed.get_rank(), []
+    for at in range(0, len(micros), unit):
+        with _each_rank_alone(policy):
+            run(micros[at : at + unit])
+        grads = [p.main_grad for model in policy.models for p in model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+        if not _all_within(grads, torch.finfo(torch.float32).max):
+            found += [BadMicroBatch(rank, dp_rank(), at + i, None, "gradient") for i in range(unit)]
+    return [one for part in gathered(found) for one in part]
+
+
+@contextlib.contextmanager
+def _each_rank_alone(policy: Policy) -> Iterator[None]:
+    """Gradients begin at 0, and backward passes leave them as each rank computed them."""
+    config: Any = policy.config
+    saved = config.finalize_model_grads_func, config.no_sync_func
+    config.finalize_model_grads_func, config.no_sync_func = None, contextlib.nullcontext
+    try:
+        with contextlib.ExitStack() as stack:
+            for chunk in policy.chunks:
+                # This also turns synchronisation on again, and therefore comes first.
+                chunk.zero_grad_buffer()  # type: ignore[operator]
+                stack.enter_context(chunk.no_sync())  # type: ignore[operator]
+            yield
+    finally:
+        config.finalize_model_grads_func, config.no_sync_func = saved
+
+
+def _all_within(tensors: Sequence[torch.Tensor], limit: float) -> bool:
+    """Whether every number of every tensor is finite and at most `limit` in size. Reads the device once."""
+    if not tensors:
+        return True
+    # A norm of NaNs is NaN, and no comparison holds for that.
+    return bool((torch.stack([largest(tensor) for tensor in tensors]) <= limit).all())
+
+
+def bad_tensors(policy: Policy, limit: float) -> list[str]:
+    """HF names of this rank's weights that hold a number which is not finite, or larger than `limit`."""
+    held = [(c, name, p) for c, model in enumerate(policy.models) for name, p in model.named_parameters()]
+    if _all_within([param for _, _, param in held], limit):
+        return []
+    found: list[str] = []
+    for chunk in range(policy.parallel.vpp):
+        params = chunk_params(policy, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
+        values = dict(policy.models[chunk].named_parameters())
+        for param in params:
+            at = 0
+            for block in param.blocks:
+                if not _all_within([values[param.name][at : at + block.num_rows]], limit):
+                    found.append(block.hf_name)
+                at += block.num_rows
+    return found or [f"{name} (rows of padding)" for _, name, p in held if not _all_within([p], limit)]
+
+
+@torch.no_grad()
+def refuse_bad_weights(policy: Policy, *, what: str, consequence: str, limit: float = math.inf) -> None:
+    """Raise NonFiniteError on all ranks where any holds a weight that is not finite, or is larger than `limit`, the
+    largest number of the precision that the weights go to. A collective; the weights must be on the device.
+    """
+    policy.complete_params()
+    limit = min(limit, torch.finfo(policy.config.params_dtype).max)
+    by_rank = gathered(bad_tensors(policy, limit))
+    names = sorted({name for names in by_rank for name in names})
+    if not names:
+        return
+    ranks = ", ".join(str(rank) for rank, found in enumerate(by_rank) if found)
+    raise NonFiniteError(
+        f"{what}: {len(names)} tensors hold numbers that are not finite, or that pass {limit:.4g}, the most that the "
+        f"precision they go to can hold (ranks {ranks}): {listed(names)} -- {consequence} "
+        "-- lower actor.optim.lr (critic.optim.lr), or begin again from an earlier save"
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
