@@ -33,6 +33,8 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: tuple[dict[str, Any], ...] | None = None
     """The chat messages that were rendered; None where the prompt is a plain string."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    """The tools that the chat template was given; None where there were none."""
     has_source: bool = True
     """Whether the row itself names its data_source; else that is its file's name."""
     where: str = field(default="", compare=False)
@@ -49,7 +51,7 @@ class Rollout:
     """Engine's log-probability of each id, at the sampling temperature."""
     finish_reason: FinishReason
     text: str
-    """token_ids decoded without special tokens: for rewards and for reading."""
+    """token_ids decoded, without end and pad tokens and with other special ones: for rewards and for reading."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.data import RESERVED_KEYWORDS
 from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES, VALUE_ESTIMATORS
 from megatron_rl.errors import Fault
 
@@ -120,6 +121,32 @@ def engine_keywords(cfg: RunConfig) -> list[Fault]:
         for key in _ENGINE_LAYOUT
         if key in cfg.rollout.engine_kwargs
     ]
+
+
+def template_keywords(cfg: RunConfig) -> list[Fault]:
+    """What the run itself decides is no keyword of a chat template."""
+    given = {
+        "data": cfg.data.apply_chat_template_kwargs,
+        "reward.model": cfg.reward.model.apply_chat_template_kwargs,
+        "reward.judge": cfg.reward.judge.apply_chat_template_kwargs,
+    }
+    return [
+        Fault(
+            f"{section}.apply_chat_template_kwargs.{name}",
+            value,
+            "is no keyword that a template can be given here",
+            RESERVED_KEYWORDS[name],
+        )
+        for section, keywords in given.items()
+        for name, value in keywords.items()
+        if name in RESERVED_KEYWORDS
+    ]
+
+
+def stop_texts(cfg: RunConfig) -> list[Fault]:
+    """An empty text would end every response at once, or be an error of the engine's."""
+    reason = "holds an empty text, which stands in every response"
+    return [Fault("rollout.stop", cfg.rollout.stop, reason, "take it out")] if "" in cfg.rollout.stop else []
 
 
 def inline_backend(cfg: RunConfig) -> list[Fault]:

@@ -38,7 +38,8 @@ class RolloutConfig:
     top_k: int = -1
     """Most likely tokens kept; -1 keeps all. Training refuses other values, for the same reason."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, beside the end-of-sequence tokens."""
+    """Texts that end a response, beside the end-of-sequence tokens; one that is a special token of the tokenizer works
+    as a further end token."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks of one engine."""
     share_weights: bool = True

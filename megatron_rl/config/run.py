@@ -159,6 +159,11 @@ CHECKS: tuple[Check, ...] = (
     Check((*_WORLD, *_MODEL_PARALLEL), checks.actor_layout),
     Check((*_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), checks.engine_layout),
     Check(("rollout.engine_kwargs",), checks.engine_keywords),
+    Check(("rollout.stop",), checks.stop_texts),
+    Check(
+        tuple(f"{section}.apply_chat_template_kwargs" for section in ("data", "reward.model", "reward.judge")),
+        checks.template_keywords,
+    ),
     Check((*_WORLD, "cluster.backend"), checks.inline_backend),
     Check(("cluster.backend", "cluster.ray_address", "cluster.ray_port"), checks.ray_address),
     Check(("actor.tp", "actor.sequence_parallel"), checks.sequence_parallel),

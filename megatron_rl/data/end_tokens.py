@@ -10,29 +10,38 @@ from megatron_rl.errors import DataError
 FILES = ("generation_config.json", "config.json")
 
 
-def end_ids_of_folder(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, then of config.json; each a number, a list or not there.
+def named_end_ids(folder: Path) -> dict[Path, list[int]]:
+    """eos_token_id of generation_config.json and config.json, by file; each a number, a list or not there.
 
-    Raises DataError: a file that is no JSON object, ids that are no token ids (0 to vocab_size - 1).
+    Raises DataError: a file that is no JSON object, ids that are no numbers from 0.
     """
-    found: list[int] = []
-    for name in FILES:
-        path = folder / name
-        if path.is_file():
-            found += _end_ids(path, vocab_size)
-    return tuple(dict.fromkeys(found))
+    paths = [folder / name for name in FILES if (folder / name).is_file()]
+    return {path: _end_ids(path) for path in paths}
 
 
-def _end_ids(path: Path, vocab_size: int) -> list[int]:
+def known_end_ids(named: dict[Path, list[int]], vocab_size: int) -> tuple[int, ...]:
+    """Those ids, each once. Raises DataError where one is no token of a tokenizer of vocab_size tokens."""
+    for path, ids in named.items():
+        for number in ids:
+            if number >= vocab_size:
+                raise DataError(_no_token(path, number, f"the tokenizer, which has {vocab_size}"))
+    return tuple(dict.fromkeys(number for ids in named.values() for number in ids))
+
+
+def _end_ids(path: Path) -> list[int]:
     try:
         named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path}: not a JSON object ({error}) -- write the file again") from error
     ids = [] if named is None else named if isinstance(named, list) else [named]
     for number in ids:
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < vocab_size:
-            raise DataError(
-                f"{path}: eos_token_id {number!r} is no token of the tokenizer, which has {vocab_size} "
-                "-- write the end token's id there, or take the entry out"
-            )
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise DataError(_no_token(path, number, "the tokenizer"))
     return ids
+
+
+def _no_token(path: Path, number: object, tokenizer: str) -> str:
+    return (
+        f"{path}: eos_token_id {number!r} is no token of {tokenizer} "
+        "-- write the end token's id there, or take the entry out"
+    )

@@ -218,6 +218,7 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, nee
         keys = ", ".join(GROUND_TRUTH_KEYS)
         raise BadRow(f"there is no ground truth to score against -- add reward_model.ground_truth, or one of {keys}")
     prompt = read_prompt(cfg, row.values)
+    tools = template_inputs(cfg, row.values).tools
     return Prompt(
         index=index,
         token_ids=tuple(tokens.token_ids),
@@ -226,6 +227,7 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, nee
         ground_truth=truth,
         extra_info=_extra_info(cfg, row.values),
         messages=None if isinstance(prompt, str) else tuple(prompt),
+        tools=tuple(tools) if tools else None,
         has_source=bool(find_value(row.values, cfg.data_source_key)),
         where=row.where,
     )

@@ -25,7 +25,7 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.data.columns import TemplateInputs
 from megatron_rl.data.conversation import ROLES, Message, check_messages, is_empty
-from megatron_rl.data.end_tokens import end_ids_of_folder
+from megatron_rl.data.end_tokens import known_end_ids, named_end_ids
 from megatron_rl.data.files import BadRow
 from megatron_rl.data.template import ChatTemplate
 from megatron_rl.errors import DataError, MissingDependency
@@ -57,11 +57,15 @@ class Renderer:
         self.tokenizer_path = tokenizer_path
         self._arguments = (tokenizer_path, chat_template, template_kwargs, model_path, eos_token)
         self._plain = chat_template == "plain"
+        # Read first: transformers' own complaint about a config.json names no file.
+        named = named_end_ids(Path(model_path or tokenizer_path))
         self._tokenizer = _load_tokenizer(tokenizer_path)
         self._check_round_trip()
         if eos_token is not None:
             self._set_eos_token(eos_token)
-        self._eos_token_ids = self._find_eos_token_ids(Path(model_path or tokenizer_path))
+        own = self._tokenizer.eos_token_id
+        ends = ([] if own is None else [own]) + list(known_end_ids(named, len(self._tokenizer)))
+        self._eos_token_ids = tuple(dict.fromkeys(ends))
         self._template = ChatTemplate(self._tokenizer, template_kwargs or {})
 
     @classmethod
@@ -370,11 +374,6 @@ class Renderer:
                 "byte-level BPE), or keep the tokenizer in a folder without config.json, with "
                 "tokenizer_class PreTrainedTokenizerFast, and name that folder in model.tokenizer_path"
             )
-
-    def _find_eos_token_ids(self, model_folder: Path) -> tuple[int, ...]:
-        own = self._tokenizer.eos_token_id
-        named = end_ids_of_folder(model_folder, len(self._tokenizer))
-        return tuple(dict.fromkeys(([] if own is None else [own]) + list(named)))
 
     def _set_eos_token(self, token: str) -> None:
         ids = self.encode(token)

@@ -22,7 +22,7 @@ class RewardSample:
     prompt_text: str
     """The prompt as the model was given it, after the chat template."""
     solution_str: str
-    """The response, decoded without special tokens."""
+    """The response, decoded without end and pad tokens; other special tokens are in it."""
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
@@ -31,6 +31,8 @@ class RewardSample:
     """Whether the response ended by itself or was cut at its length limit."""
     messages: tuple[dict[str, Any], ...] | None = None
     """The prompt's chat messages; None where the prompt is a plain string."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    """The tools that the chat template was given with them; None where there were none."""
     prompt_ids: tuple[int, ...] = ()
     """The prompt's token ids. Reward models read ids; reward processes are not sent any."""
     response_ids: tuple[int, ...] = ()

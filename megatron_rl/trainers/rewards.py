@@ -114,6 +114,7 @@ def reward_sample(prompt: Prompt, rollout: Rollout) -> RewardSample:
         num_tokens=len(rollout.token_ids),
         finish_reason=rollout.finish_reason,
         messages=prompt.messages,
+        tools=prompt.tools,
         prompt_ids=prompt.token_ids,
         response_ids=rollout.token_ids,
         has_source=prompt.has_source,

@@ -106,7 +106,7 @@ class JudgeWorker:
     def _question(self, sample: RewardSample) -> str:
         prompt = sample.prompt_text
         if sample.messages is not None:
-            contents = [(str(message.get("role")), str(message.get("content", ""))) for message in sample.messages]
+            contents = [(str(message.get("role")), str(message.get("content") or "")) for message in sample.messages]
             prompt = contents[0][1] if len(contents) == 1 else "\n".join(f"{role}: {text}" for role, text in contents)
         return self._cfg.template.format(prompt=prompt, response=sample.solution_str, ground_truth=sample.ground_truth)
 

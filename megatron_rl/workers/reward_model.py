@@ -101,7 +101,7 @@ class RewardModelWorker:
         if sample.messages is None or self._cfg.chat_template == "plain":
             head = sample.prompt_text
             if sample.messages is not None:
-                head = "".join(str(message.get("content", "")) for message in sample.messages)
+                head = "".join(str(message.get("content") or "") for message in sample.messages)
             return list(self._tokenizer(head + sample.solution_str)["input_ids"])
         if not self._tokenizer.chat_template:
             raise RewardError(
@@ -110,7 +110,8 @@ class RewardModelWorker:
             )
         conversation = [*sample.messages, {"role": "assistant", "content": sample.solution_str}]
         kwargs = self._cfg.apply_chat_template_kwargs
-        text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs)
+        tools = list(sample.tools) if sample.tools else None
+        text = self._tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False, **kwargs)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @torch.no_grad()
