@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.arithmetic import Row, batch_table, format_table, layout_table
+from megatron_rl.config.foreign import foreign_arguments
 from megatron_rl.config.idle import idle_settings
 from megatron_rl.config.keys import as_markdown, find_keys, near_words
 from megatron_rl.config.keys import as_text as list_of_keys
@@ -76,11 +77,10 @@ def _run(verb: str, arguments: list[str]) -> int:
         print(f"megatron-rl: there is no verb {verb!r}; {hint}verbs: {', '.join(VERBS)}", file=sys.stderr)
         return REFUSED
     parser = _parser(verb)
-    for argument in arguments[1:]:
-        hint = _dashed_key(parser, argument)
-        if hint:
-            print(f"megatron-rl {verb}: {argument}: there is no such option -- {hint}", file=sys.stderr)
-            return REFUSED
+    wrong = foreign_arguments(arguments[1:]) or _dashed_keys(parser, arguments[1:])
+    if wrong:
+        print(f"megatron-rl {verb}: {wrong}", file=sys.stderr)
+        return REFUSED
     options = parser.parse_intermixed_args(arguments[1:])
     if verb == "keys":
         return _keys(options)
@@ -108,6 +108,12 @@ def _run(verb: str, arguments: list[str]) -> int:
         return REFUSED
 
 
+def _dashed_keys(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str:
+    """What is wrong with the first option that is really a setting; "" where there is none."""
+    hints = [(argument, _dashed_key(parser, argument)) for argument in arguments]
+    return next((f"{argument}: there is no such option -- {hint}" for argument, hint in hints if hint), "")
+
+
 def _dashed_key(parser: argparse.ArgumentParser, argument: str) -> str:
     """What to write in place of an option that is really a setting (--actor.tp=2, --tp 2); "" where it is none."""
     name, _, value = argument.partition("=")
@@ -131,6 +137,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _is_override(text: str) -> bool:
     name = text.partition("=")[0]
+    if text[:1] == "~" and "/" not in name:
+        return not Path(text).exists()
     if "=" not in text or "/" not in name:
         return "=" in text
     return name.lstrip("+~").partition(".")[0].isidentifier() and not Path(text).exists()

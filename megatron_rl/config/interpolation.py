@@ -15,11 +15,12 @@ from megatron_rl.config.reader import Entry, parse_value
 from megatron_rl.config.schema import join_key, split_key
 from megatron_rl.errors import Fault
 
-_MOST = 200_000
+_MOST = 50_000
 """Most characters and values that all interpolations of a config may come to."""
 _DEEPEST = 40
 """Most interpolations within one another."""
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*)\s*:(.*)", re.DOTALL)
+_READ = ("oc.select", "oc.env", "oc.decode")
 _MISSING = object()
 _CURE = "write the value out"
 
@@ -152,7 +153,10 @@ class _Resolver:
             if found is _MISSING:
                 raise _Unresolved(f"${{{inner}}} names no key of this config")
             return found
-        name, arguments = resolver.group(1), [self._argument(one, key, depth) for one in _split(resolver.group(2))]
+        name = resolver.group(1)
+        if name not in _READ:
+            raise _Unresolved(f"${{{name}:...}} is not read here ({', '.join(_READ)} are)")
+        arguments = [self._argument(one, key, depth) for one in _split(resolver.group(2))]
         if name == "oc.select" and len(arguments) in (1, 2):
             found = self._select(str(arguments[0]), key)
             return (arguments[1] if len(arguments) == 2 else None) if found in (_MISSING, "???") else found
@@ -160,7 +164,7 @@ class _Resolver:
             return self._environment(arguments)
         if name == "oc.decode" and len(arguments) == 1:
             return _parsed(arguments[0]) if isinstance(arguments[0], str) else arguments[0]
-        raise _Unresolved(f"${{{name}:...}} is not read here (oc.select, oc.env and oc.decode are)")
+        raise _Unresolved(f"${{{inner}}} has {len(arguments)} arguments, and {name} takes another number")
 
     def _environment(self, arguments: list[Any]) -> Any:
         held = os.environ.get(str(arguments[0]))

@@ -17,9 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import interpolation, verl
 from megatron_rl.config.explain import MISSING, bad_value, refused_value, unknown_key
+from megatron_rl.config.foreign import foreign_config
 from megatron_rl.config.reader import Entry, NoEffect, read_file, read_overrides, resolve_numbers
 from megatron_rl.config.run import RunConfig, Verb, cross_faults
-from megatron_rl.config.schema import Schema, schema_of, split_key
+from megatron_rl.config.schema import Schema, join_key, schema_of, split_key
 from megatron_rl.errors import ConfigError, Fault
 
 
@@ -55,6 +56,9 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = (), verb: Verb = "t
     schema = run_schema()
     entries, faults, complete = _read(paths, overrides, schema)
     unreadable = {fault.key for fault in faults} & schema.keys.keys()
+    foreign = foreign_config(entries)
+    if foreign is not None:
+        raise ConfigError([foreign])
     mapped: tuple[verl.Mapped, ...] = ()
     accepted: tuple[NoEffect, ...] = ()
     differs: tuple[NoEffect, ...] = ()
@@ -105,8 +109,24 @@ def _read(paths: Sequence[str], overrides: Sequence[str], schema: Schema) -> tup
         entries += found
         faults += wrong
         complete &= bool(found) or not wrong
-    found, wrong = read_overrides(list(overrides), len(paths), names)
-    return entries + found, faults + wrong, complete
+    removals = [text for text in overrides if text.startswith("~")]
+    found, wrong = read_overrides([text for text in overrides if text not in removals], len(paths), names)
+    kept, unknown = _without(entries + found, removals, schema)
+    return kept, faults + wrong + unknown, complete
+
+
+def _without(entries: list[Entry], removals: list[str], schema: Schema) -> tuple[list[Entry], list[Fault]]:
+    """Entries that Hydra's `~key` does not take away; a default holds in place of those that it does."""
+    faults: list[Fault] = []
+    for text in removals:
+        key = text[1:].partition("=")[0].strip()
+        kept = [entry for entry in entries if entry.key != key and not entry.key.startswith(key + ".")]
+        known = [*schema.keys, *schema.sections, *(verl.known_keys() if verl.is_verl(entries) else ())]
+        if len(kept) == len(entries) and not any(name == key or name.startswith(key + ".") for name in known):
+            reason = "takes away a key that no file sets, and that does not exist"
+            faults.append(Fault(text, None, reason, "remove it, or correct the key"))
+        entries = kept
+    return entries, faults
 
 
 def _is_bare_key(text: str, schema: Schema) -> bool:
@@ -131,7 +151,12 @@ def _known(entries: list[Entry], schema: Schema, faults: list[Fault]) -> list[En
 
 def _placed(fault: Fault, entries: dict[str, Entry]) -> Fault:
     """The fault with the place that set its key, where one did."""
-    entry = entries.get(fault.key.partition("[")[0])
+    name, _, inner = fault.key.partition("[")
+    entry = entries.get(name)
+    if entry is None and inner:
+        # Below the user's own mapping each name is an entry of its own.
+        below = f"{name}.{join_key([inner.split(']')[0]])}"
+        entry = next((one for key, one in entries.items() if key == below or key.startswith(below + ".")), None)
     return fault if entry is None else dataclasses.replace(fault, reason=f"{fault.reason} [set {entry.where}]")
 
 

@@ -67,7 +67,7 @@ def split_setting(text: str, names: Names) -> tuple[list[str], str, Fault | None
     """(names of the key, text of the value, what is wrong) of `key=value`; Hydra's + and ++ before it say nothing."""
     place = _equals(text)
     key = text[: len(text) if place < 0 else place].strip().lstrip("+")
-    if key.count('"') % 2 or key.count("'") % 2:
+    if place < 0 and set(key) & set("\"'"):
         return [], "", Fault(text, None, "a quote in the key is not closed", "close it before the '='")
     if place < 0 or not key:
         cure = f"write key=value, for instance {key or 'actor.tp'}=..."

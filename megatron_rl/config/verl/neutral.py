@@ -44,7 +44,7 @@ class Verdict:
         """`value` changes nothing here."""
         if self.values is None:
             return True
-        if _unset(value) and any(_unset(one) for one in self.values):
+        if _unset(value) and all(_unset(one) for one in self.values):
             return True
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
 
@@ -328,6 +328,7 @@ _ROLLOUT: dict[str, Verdict] = {
     "data_parallel_size": only(1, None, why="one engine a rank group, as here", lacks="data parallelism in one engine"),
     "expert_parallel_size": only(1, None, why="each engine holds all experts, as here", lacks="EP in one engine"),
     "pipeline_model_parallel_size": only(1, None, lacks="pipeline stages in one engine"),
+    "moe_tensor_parallel_size": only(1, None, lacks="tensor parallelism of experts in one engine"),
     "calculate_log_probs": every("the engine's log-probabilities are always kept and compared"),
     "logprobs_mode": only(
         "processed_logprobs", None, why="at the sampling temperature, as here", lacks="other log-probabilities"

@@ -107,6 +107,13 @@ _COMPONENTS = (
 
 def hydra_defaults(work: Work) -> None:
     """Hydra's list of defaults: verl's own files, whose values hold here too where a config is silent, or others."""
+    for name in [name for name in work.latest if "@" in name]:
+        group = name.partition("@")[0].strip("./").split("/")[0]
+        if group in _COMPONENTS:
+            work.accept(name, "verl's own file: where it differs from this package, verl's values hold")
+        else:
+            cure = "give the file's keys, or the file itself on the command line"
+            work.refuse(name, "chooses a file of Hydra's config groups, which are not read", cure)
     key = "defaults"
     if key not in work.latest:
         return

@@ -38,7 +38,6 @@ _NAMES: dict[str, str] = {
     "model.partial_pretrain": MODEL + "path",
     "optim.warmup_steps_ratio": ACTOR + "optim.lr_warmup_steps_ratio",
     "optim.warmup_steps": ACTOR + "optim.lr_warmup_steps",
-    "optim.lr_scheduler": ACTOR + "optim.lr_scheduler_type",
     "ulysses_sequence_parallel_size": ACTOR + "ulysses_sequence_parallel_size",
     "trainer.resume_path": "trainer.resume_from_path",
 }
@@ -93,6 +92,16 @@ def _trainer(work: Work) -> None:
             work.differ(key, "training runs through Megatron-Core: the same losses and updates")
         else:
             work.refuse(key, "asks for another training backend, which is not offered", "write megatron, or remove it")
+
+
+def _older_schedule(work: Work) -> None:
+    """The older trainer's name of the schedule; beside it the newer one's default means nothing."""
+    key, newer = ACTOR + "optim.lr_scheduler", ACTOR + "optim.lr_scheduler_type"
+    if work.value(key) is None:
+        return
+    work.place(work.latest[key], "actor.optim.lr_scheduler", work.value(key))
+    if newer in work.latest:
+        work.accept(newer, "optim.lr_scheduler decides")
 
 
 def _batch(work: Work) -> None:
@@ -180,9 +189,12 @@ def _save(work: Work) -> None:
     """verl's SFT saves and validates at its last step whatever the frequencies are."""
     for name in ("save_freq", "test_freq"):
         key = f"trainer.{name}"
-        if key in work.latest:
-            value = work.value(key)
-            work.place(work.latest[key], key, -1 if value in (None, 0) else value)
+        value = work.value(key)
+        if key in work.latest and value == "after_each_epoch" and name == "save_freq":
+            work.refuse(key, "asks for a save after each epoch", "give a number of steps, or -1: at the end")
+        elif key in work.latest:
+            # -1 validates after each epoch here.
+            work.place(work.latest[key], key, -1 if value in (None, 0, "after_each_epoch") else value)
     if "trainer.n_gpus_per_node" not in work.latest:
         what = "cluster.n_gpus_per_node is the number of ranks here; verl's SFT takes what torchrun started"
         work.differ("trainer.n_gpus_per_node", what, 1)
@@ -196,7 +208,7 @@ def _defaults(work: Work) -> None:
         chosen = {"lr": 1e-5, "adam_beta2": 0.95, "lr_scheduler": "cosine", "lr_warmup_steps_ratio": 0.1}
     for name, value in chosen.items():
         key = f"actor.optim.{name}"
-        if key not in work.placed and work.value(ACTOR + f"optim.{name}") is None and key not in work.latest:
+        if key not in work.placed and work.value(f"{ACTOR}optim.{name}") is None and key not in work.latest:
             work.place(Entry(f"optim.{name}", value, "", -1), key, value, note=DEFAULT)
 
 
@@ -209,6 +221,7 @@ DEFAULTS: dict[str, tuple[str, Any]] = {
 RULES = (
     rules.hydra_defaults,
     _trainer,
+    _older_schedule,
     _batch,
     _length,
     _columns,

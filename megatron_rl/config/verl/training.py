@@ -17,7 +17,10 @@ def on_megatron(work: Work) -> bool:
     named = work.value(ACTOR + "strategy") or work.value("model_engine")
     if named is not None:
         return named == "megatron"
-    return any(key.startswith(_MEGATRON) for key in work.latest) or "megatron" in str(work.value("defaults"))
+    if any(key.startswith(_MEGATRON) for key in work.latest):
+        return True
+    chosen = [str(entry.value) for key, entry in work.latest.items() if key == "defaults" or "@" in key]
+    return any("megatron" in value for value in chosen)
 
 
 def backend(work: Work) -> None:
@@ -81,7 +84,7 @@ def _decay(work: Work, optim: str, ours: str) -> None:
         key = optim + name
         if key in work.latest and work.value(key) is None:
             work.accept(key, "not given")
-        elif key in work.latest:
+        elif work.waits(key):
             work.place(work.latest[key], ours + "lr_scheduler", work.value(key))
     key, share = optim + "min_lr", optim + "min_lr_ratio"
     if share in work.latest and work.value(share) is None:
