@@ -34,7 +34,7 @@ TWO_NUMBERS = {
     "allow_parentheses": False,
     "allow_negation": False,
 }
-"""Arguments of basic_arithmetic for questions such as "Calculate 52+17.": within reach of a tiny model."""
+"""Arguments of basic_arithmetic for questions such as "Calculate 52 + 17.": within reach of a tiny model."""
 
 
 def entries(task: str, size: int, seed: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:

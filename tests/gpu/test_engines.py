@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_vllm_rollout import check_seeded_samples
 from tests.e2e.test_vllm_tp import _config
 from tests.ranks.run_ranks import run_ranks
 from tests.ranks.tiny import random_batch, save_tiny
@@ -91,3 +92,8 @@ def test_engines_with_graphs_on_the_actors_memory_follow_it(tmp_path: Path, name
         assert all(report.moved_bytes == report.minimum_bytes for report in rank["reports"]), "W4"
     answers = [rank["shared engine"] for rank in ranks]
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_seeded_samples_are_the_same_however_vllm_cuts_the_prompts(tmp_path: Path) -> None:
+    """In float32: with less, a prompt computed in parts has log-probabilities of other roundings."""
+    check_seeded_samples(save_tiny(tmp_path / "model", "qwen2", tied=True), "cuda")

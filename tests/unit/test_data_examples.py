@@ -63,6 +63,16 @@ def test_customer_service_rows_hold_the_facts_that_their_reward_looks_for(tmp_pa
     assert len(topics) == 4
 
 
+def test_the_dialogues_written_by_hand_have_the_layout_of_those_that_are_drawn(tmp_path: Path):
+    runpy.run_path(str(SERVICE / "make_data.py"))["make"](tmp_path, 20, 4, 0)
+    (drawn, *_) = rows_of(tmp_path, "train")
+    reward: Any = load_reward(f"{SERVICE / 'reward.py'}:compute_score", {})
+    for line in (SERVICE / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        assert row.keys() == drawn.keys() and row["extra_info"].keys() == drawn["extra_info"].keys()
+        assert reward(sample(row, row["prompt"][0]["content"] + " parcel 4417"))["facts"] == 1.0
+
+
 def test_reasoning_gym_rows_are_scored_by_their_task(tmp_path: Path):
     pytest.importorskip("reasoning_gym")
     module = runpy.run_path(GYM)
