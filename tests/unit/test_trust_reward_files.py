@@ -338,3 +338,13 @@ def test_failures_within_the_share_are_scores(tmp_path: Path):
         assert [result.value for result in scorer.score_or_stop([sample("x"), sample("2")])] == [-1.0, 2.0]
         with pytest.raises(RewardError, match="failed on 2 of 3 samples"):
             scorer.score_or_stop([sample("x"), sample("2"), sample("y")])
+
+
+def test_hanging_samples_run_out_of_time_side_by_side(tmp_path: Path):
+    folder = write(tmp_path, mine=STUCK)
+    cfg = RewardConfig(function=f"{folder}/mine.py:hang", timeout_s=3.0, max_failed_share=0.1, num_workers=2)
+    start = time.monotonic()
+    with RewardScorer(cfg) as scorer, pytest.raises(RewardError, match="failed on 21 of 200 samples"):
+        scorer.score_or_stop([sample(str(number)) for number in range(200)])
+    # Two at a time, 21 samples of 3 s are 33 s.
+    assert time.monotonic() - start < 26.0
