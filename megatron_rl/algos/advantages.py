@@ -31,6 +31,12 @@ class AdvantageInputs:
     """discount of reinforce_plus_plus and remax"""
     baselines: torch.Tensor | None = None
     """[G] score of each prompt's greedy response, for remax"""
+    kept: torch.Tensor | None = None
+    """[S] bool: sequences whose group is in the update; all where not given. Statistics of the batch are over these."""
+
+    def counted(self) -> torch.Tensor:
+        """[T] bool: trained tokens of kept sequences."""
+        return self.loss_mask if self.kept is None else self.loss_mask & self.kept[self.segment_ids]
 
     def returns(self) -> torch.Tensor:
         """[S] float64: R of each sequence."""
@@ -129,19 +135,21 @@ def opo_advantages(inputs: AdvantageInputs) -> torch.Tensor:
 
 def reinforce_plus_plus_advantages(inputs: AdvantageInputs) -> torch.Tensor:
     """A_t = G_t whitened over all tokens of the batch, G_t = r_t + gamma G_{t+1} the reward to go. [T] float32.
+    Groups that leave the update (drop_flat_groups) take no part and get 0.
 
     Hu 2025 (REINFORCE++), whose KL penalty is in the reward (algorithm.use_kl_in_reward).
     """
     to_go = discounted_sums(inputs.token_rewards, inputs.loss_mask, inputs.segment_ids, gamma=inputs.gamma)
-    return whiten(to_go, inputs.loss_mask)
+    return whiten(to_go, inputs.counted())
 
 
 def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs) -> torch.Tensor:
-    """A = R - mean of group, then whitened over all tokens of the batch. [T] float32.
+    """A = R - mean of group, then whitened over all tokens of the batch. [T] float32. Groups that leave the update
+    (drop_flat_groups, filter_groups) take no part: their zeros would make the deviation, and so the scale, another.
 
     Hu 2025 (REINFORCE++-baseline): the group's mean as baseline, the batch's deviation as scale.
     """
-    return whiten(dr_grpo_advantages(inputs), inputs.loss_mask)
+    return whiten(dr_grpo_advantages(inputs), inputs.counted())
 
 
 def remax_advantages(inputs: AdvantageInputs) -> torch.Tensor:

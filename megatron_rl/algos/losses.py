@@ -19,6 +19,7 @@ Sums = Callable[[torch.Tensor], torch.Tensor]
 
 # exp(20) is 5e8: a ratio beyond it says nothing more, and in float32 exp(89) is infinite, its gradient NaN.
 _LOG_RATIO_CAP = 20.0
+_LOG_SEQUENCE_RATIO_CAP = 10.0
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,12 @@ def gspo_loss(inputs: PolicyInputs) -> tuple[torch.Tensor, Values]:
 
     Zheng et al. 2025 (GSPO), in its token form: s = sg(s) p / sg(p), equal to the sequence form in value and
     gradient. The paper averages within sequences (loss_agg_mode seq-mean-token-mean) and clips at 3e-4 and 4e-4.
+    log s is cut at 10 from above, as verl cuts it; a token beyond has no gradient.
     """
     assert inputs.sequence_means is not None, "gspo needs means over sequences"
     logprobs = inputs.logprobs
     mean = inputs.sequence_means((logprobs - inputs.old_logprobs).detach())
-    ratio = torch.exp((mean + (logprobs - logprobs.detach())).clamp(-_LOG_RATIO_CAP, _LOG_RATIO_CAP))
+    ratio = torch.exp((mean + (logprobs - logprobs.detach())).clamp(max=_LOG_SEQUENCE_RATIO_CAP))
     surrogate, values = _clipped(ratio, inputs)
     return -surrogate, values
 

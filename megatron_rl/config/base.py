@@ -36,6 +36,6 @@ def section(cls: type[SectionT]) -> type[SectionT]:
 
     The string under each field is its documentation (`megatron-rl check --json` and docs/config.md show it).
     """
-    config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
     wrap = cast(Any, pydantic_dataclass(frozen=True, kw_only=True, config=config))
     return cast("type[SectionT]", wrap(cls))

@@ -105,24 +105,6 @@ def engine_layout(cfg: RunConfig) -> list[Fault]:
     return [Fault("rollout.tp", tp, reason, f"use {listed(divisors(cfg.world_size))}")]
 
 
-_ENGINE_LAYOUT = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "distributed_executor_backend",
-)
-
-
-def engine_keywords(cfg: RunConfig) -> list[Fault]:
-    """The engine's layout is the run's to set: one engine on tp of the actor's ranks."""
-    reason = "sets the engine's layout, which is rollout.tp ranks of the actor's; other placements are not offered"
-    return [
-        Fault(f"rollout.engine_kwargs.{key}", cfg.rollout.engine_kwargs[key], reason, "remove it; rollout.tp decides")
-        for key in _ENGINE_LAYOUT
-        if key in cfg.rollout.engine_kwargs
-    ]
-
-
 def template_keywords(cfg: RunConfig) -> list[Fault]:
     """What the run itself decides is no keyword of a chat template."""
     given = {

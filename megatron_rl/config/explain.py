@@ -15,11 +15,15 @@ MISSING = "is required and was not given"
 
 _INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 
+_LARGEST = 3.4028234663852886e38
+"""Of float32, in which training computes."""
+
 # Kind of pydantic error -> (what is wrong, what to write).
 _TYPES = {
     "int": ("is not a whole number", "write a whole number"),
     "float": ("is not a number", "write a number"),
     "finite": ("is not a finite number", "write a number"),
+    "large": ("is too large for a number of 32 bits", "write a number below 3.4e38"),
     "bool": ("is neither true nor false", "write true or false"),
     "string": ("is not text", "put it in quotes"),
     "list": ("is not a list", "write a list, for instance [a, b]; [] is the empty one"),
@@ -64,14 +68,37 @@ def bad_value(key: Key, value: object) -> Fault | None:
     """The fault of a value that pydantic would take and its writer did not mean; None when there is none."""
     if isinstance(value, bool) and key.number:
         return _type_fault(key, key.name, value, key.number)
-    if isinstance(value, float) and not math.isfinite(value) and not key.free:
+    if not _all_finite(value):
         return _type_fault(key, key.name, value, "finite")
+    if key.number and not key.takes_list and _too_large(value):
+        return _type_fault(key, key.name, value, "large")
     text = _text_in(value)
     if not key.free and _INTERPOLATION.search(text):
         return Fault(key.name, value, "interpolations such as ${...} are not read", "write the value out")
     if not key.free and text == "???":
         return Fault(key.name, value, "??? stands for a value that must be given", _about(key))
     return None
+
+
+def _all_finite(value: object) -> bool:
+    """Whether no number in it, at any depth, is infinite or NaN: such a number passes bounds that it should not."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(_all_finite(item) for item in cast("dict[object, object]", value).values())
+    return not isinstance(value, list) or all(_all_finite(item) for item in cast("list[object]", value))
+
+
+def _too_large(value: object) -> bool:
+    """A number, or the text of one, that no float32 holds."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return False
+        # Infinity and NaN in words are for the check of the type.
+        return math.isfinite(value) and abs(value) > _LARGEST
+    return isinstance(value, int | float) and abs(value) > _LARGEST
 
 
 def _text_in(value: object) -> str:

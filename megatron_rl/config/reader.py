@@ -26,7 +26,8 @@ _FLOAT = re.compile(
     r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
-_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$")
+# Python turns no text of more than 4300 digits into a number; one of 400 is text here, and refused as such.
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]{0,399}|0x[0-9a-fA-F]{1,300})$")
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class RolloutConfig:
     seed_per_sample: bool = True
     """Give each sample a seed of its own, so that samples depend neither on the layout nor on batch order."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keywords for the engine's constructor; rollout.tp sets its layout."""
+    """Further keywords for vLLM's constructor: those that change speed and memory alone (block_size,
+    enable_prefix_caching, enable_expert_parallel, compilation_config, ...); others are refused by name."""
     val: ValSamplingConfig = Field(default_factory=ValSamplingConfig)
     """Sampling of the validation set."""

@@ -15,6 +15,7 @@ from megatron_rl.config.base import section
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.data import DataConfig
+from megatron_rl.config.engine_keywords import engine_keywords
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
@@ -158,7 +159,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("algorithm.name", "trainer.critic_warmup", "trainer.total_training_steps"), ppo.critic_warmup),
     Check((*_WORLD, *_MODEL_PARALLEL), checks.actor_layout),
     Check((*_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), checks.engine_layout),
-    Check(("rollout.engine_kwargs",), checks.engine_keywords),
+    Check(("rollout.engine_kwargs", "rollout.name"), engine_keywords),
     Check(("rollout.stop",), checks.stop_texts),
     Check(
         tuple(f"{section}.apply_chat_template_kwargs" for section in ("data", "reward.model", "reward.judge")),

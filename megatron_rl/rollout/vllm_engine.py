@@ -16,14 +16,11 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config.engine_keywords import why_refused
 from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sample, Sampling, check_requests
 
 _CPU_KV_CACHE_GB = 0.25
-
-
-_OURS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend")
-"""Keywords that rollout.engine_kwargs cannot give: the layout is the run's."""
 
 
 @contextlib.contextmanager
@@ -111,9 +108,10 @@ class VllmEngine:
             _keep_plain_weights()
             _pack_experts_again()
         self._can_sleep = settings.free_cache_engine and not self._on_cpu
-        taken = [key for key in _OURS if key in settings.engine_kwargs]
-        if taken:
-            raise RolloutError(f"rollout.engine_kwargs: {', '.join(taken)} cannot be given; rollout.tp sets the layout")
+        for keyword in settings.engine_kwargs:
+            refused = why_refused(keyword)
+            if refused:
+                raise RolloutError(f"rollout.engine_kwargs.{keyword}: {' -- '.join(refused)}")
         # vLLM's modules are imported after the environment is set.
         from megatron_rl.rollout import vllm_loader, vllm_memory, vllm_seeds
 

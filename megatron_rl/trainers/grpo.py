@@ -152,7 +152,7 @@ class GrpoTrainer(RlTrainer):
             differ = differing(algorithm.filter_groups.metric, results, penalties, cfg.rollout.n)
             dropped |= ~torch.tensor(differ)[group_ids]
         shaped = leave_out(cfg, batch, groups, dropped, old_logprobs)
-        advantages = ADVANTAGES[algorithm.adv_estimator](inputs)
+        advantages = ADVANTAGES[algorithm.adv_estimator](replace(inputs, kept=~dropped))
         return self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
 
     def update(self, train_batch: TrainBatch, train_plan: BatchPlan, groups: list[RolloutGroup]) -> dict[str, Any]:

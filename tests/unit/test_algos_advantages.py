@@ -121,6 +121,37 @@ def test_n5_groups_whose_scores_are_equal_get_exactly_zero(name: str) -> None:
     assert ADVANTAGES[name](_inputs(samples)).tolist() == [0.0] * sum(len(r) + 1 for _, r in samples)
 
 
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in ("remax", "reinforce_plus_plus")])
+def test_n5_equal_scores_that_float64_rounds_get_exactly_zero(name: str) -> None:
+    """N5: a score with a small KL penalty in it fills all 53 bits, so that sums and quotients of equal scores round."""
+    samples: list[Sequence] = [(0, [0.0] * n + [1e-9, 0.1]) for n in (1, 5, 3)]
+    total = float(_inputs(samples).returns()[0])
+    assert (3 * total + 7 * total + 5 * total) / 15 != total, "these numbers do not round"
+    assert ADVANTAGES[name](_inputs(samples)).tolist() == [0.0] * sum(len(r) + 1 for _, r in samples)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@settings(max_examples=25, deadline=None)
+@given(samples=SAMPLES, dropped=st.sets(st.integers(0, 3)))
+def test_n5_whitening_is_over_the_groups_that_are_kept(name: str, samples: list[Sequence], dropped: set[int]) -> None:
+    """N5: kept sequences get what they would get without the others; those get 0."""
+    alone = [sample for sample in samples if sample[0] not in dropped]
+    kept = torch.tensor([group not in dropped for group, _ in samples])
+    found = ADVANTAGES[name](replace(_inputs(samples), kept=kept)).tolist()
+    of_kept = iter([value for i in range(len(alone)) for value in [0.0, *SLOW[name](alone, i)]])
+    wanted = [0.0 if group in dropped else next(of_kept) for group, r in samples for _ in [0.0, *r]]
+    assert found == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+
+
+def test_flat_groups_that_leave_the_update_do_not_change_a_right_answers_advantage() -> None:
+    """Six flat groups beside one of a right and three wrong answers: 1.5 as alone, not 4.5."""
+    samples: list[Sequence] = [(0, [1.0]), (0, [0.0]), (0, [0.0]), (0, [0.0])] + [(g, [0.0]) for g in range(1, 7)] * 4
+    kept = torch.tensor([group == 0 for group, _ in samples])
+    name = "reinforce_plus_plus_baseline"
+    assert float(ADVANTAGES[name](replace(_inputs(samples), kept=kept))[1]) == pytest.approx(1.5)
+    assert float(ADVANTAGES[name](_inputs(samples))[1]) == pytest.approx(4.5)
+
+
 def test_grpo_without_the_deviation_is_dr_grpo() -> None:
     inputs = _inputs([(0, [1.0, 0.0]), (0, [0.0]), (0, [0.25]), (1, [1.0]), (1, [0.0, 0.0])])
     found = ADVANTAGES["grpo"](replace(inputs, norm_by_std=False))

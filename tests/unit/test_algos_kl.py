@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -69,3 +71,42 @@ def test_values_are_unbiased_for_k1_and_k3_alone(name: str) -> None:
     weighted = float((old.exp() * kl_loss(name, logp, ref, torch.exp(logp - old))).sum())
     assert (on_policy == pytest.approx(exact)) == unbiased
     assert (weighted == pytest.approx(exact)) == unbiased
+
+
+@pytest.mark.parametrize(
+    ("gap", "value", "gradient"),
+    [
+        (0.0, 0.0, 0.0),
+        (2.5, math.expm1(2.5) - 2.5, 1.0 - math.exp(2.5)),
+        (2.7, 10.0, 0.0),
+        (20.0, 10.0, 0.0),
+        (89.0, 10.0, 0.0),
+        (1e4, 10.0, 0.0),
+        (-10.5, math.expm1(-10.5) + 10.5, 1.0 - math.exp(-10.5)),
+        (-11.5, 10.0, 0.0),
+        (-19.9, 10.0, 0.0),
+        (-300.0, 10.0, 0.0),
+    ],
+)
+def test_n4_k3_has_verls_cuts(gap: float, value: float, gradient: float) -> None:
+    """N4: log-ratio log(q/p) to +-20, value to 10; past a cut there is no gradient, and nothing is infinite."""
+    logp = torch.zeros(1, requires_grad=True)
+    found = kl_loss("k3", logp, torch.tensor([gap]))
+    (slope,) = torch.autograd.grad(found.sum(), logp)
+    assert found.item() == pytest.approx(value, rel=1e-5) and slope.item() == pytest.approx(gradient, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", KL_LOSSES)
+@pytest.mark.parametrize("gap", [-1e4, -89.0, -21.0, 21.0, 89.0, 1e4])
+def test_n4_far_references_leave_no_infinity(name: str, gap: float) -> None:
+    """Value and gradient are finite; a + form has the gradient log p - log q, which verl does not cut either, and the
+    other forms have no cut but k3's.
+    """
+    logp = torch.zeros(1, requires_grad=True)
+    found = kl_loss(name, logp, torch.tensor([gap]))
+    (slope,) = torch.autograd.grad(found.sum(), logp)
+    assert bool(found.isfinite()) and bool(slope.isfinite())
+    wanted = {"k1": -gap, "k2": gap * gap / 2, "k3": 10.0, "abs": abs(gap)}[name.rstrip("+")]
+    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    if name.endswith("+"):
+        assert slope.item() == pytest.approx(-gap)

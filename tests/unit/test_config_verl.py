@@ -278,7 +278,7 @@ def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_with_a_critic(tmp_
         (f"{ROLLOUT}val_kwargs.n=1", "rollout.val.n", 1),
         (f"{ROLLOUT}val_kwargs.temperature=0.6", "rollout.val.temperature", 0.6),
         (f"{ROLLOUT}top_k=0", "rollout.top_k", -1),
-        (f"{ROLLOUT}engine_kwargs.vllm.seed=1", "rollout.engine_kwargs.seed", 1),
+        (f"{ROLLOUT}engine_kwargs.vllm.block_size=32", "rollout.engine_kwargs.block_size", 32),
         ("+data.apply_chat_template_kwargs.x=False", "data.apply_chat_template_kwargs.x", False),
         ("data.seed=3", "trainer.seed", 3),
         ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.norm_adv_by_std_in_grpo", False),
