@@ -191,9 +191,15 @@ def pipeline_stages(cfg: RunConfig) -> list[Fault]:
 
 
 def head_dim(cfg: RunConfig) -> list[Fault]:
-    """vLLM has attention kernels for the model's heads."""
+    """vLLM has attention kernels for the model's heads, and reads their size."""
     shape = _shape_of(cfg)
-    if shape is None or not cfg.is_rl or cfg.rollout.name != "vllm" or shape.head_dim in VLLM_HEAD_DIMS:
+    if shape is None or not cfg.is_rl or cfg.rollout.name != "vllm":
+        return []
+    share = shape.hidden_size // shape.num_heads
+    if shape.architecture == "Qwen2ForCausalLM" and shape.head_dim != share:
+        reason = f"vLLM takes hidden_size / num_attention_heads {share} for Qwen2, not head_dim {shape.head_dim}"
+        return [Fault("model.path", cfg.model.path, reason, "use another model, or rollout.name=hf")]
+    if shape.head_dim in VLLM_HEAD_DIMS:
         return []
     reason = f"vLLM has no attention kernels for head_dim {shape.head_dim}"
     cure = f"use a model with head_dim {listed(list(VLLM_HEAD_DIMS))}, or rollout.name=hf"

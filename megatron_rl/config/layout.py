@@ -7,64 +7,16 @@ ignores such a field runs, and is another model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from megatron_rl.config.model_fields import ARCHITECTURES, Architecture, is_finite_above_zero, unsupported
 from megatron_rl.errors import ConfigError, Fault
 
 DEFAULT_INITIALIZER_RANGE = 0.02
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What the name of an architecture says beside the sizes in its config.json."""
-
-    model_type: str
-    required: tuple[str, ...] = ()
-    """Entries that transformers fills with numbers of its own where they are absent"""
-    qkv_bias: bool = False
-    """Attention adds a bias to queries, keys and values"""
-    qk_norm: bool = False
-    """Each head's query and key passes an RMSNorm before RoPE"""
-    ffn_size: str = "intermediate_size"
-    """Entry with the inner size of an MLP, or of one expert"""
-    experts: bool = False
-    """Every layer's MLP is a mixture of experts"""
-    norm_topk_prob: bool | None = None
-    """Weights of a token's experts sum to 1; None: the entry norm_topk_prob says"""
-    sliding_window: bool = False
-    """The entry sliding_window alone turns sliding-window attention on"""
-    rope_theta: float = 10000.0
-    """RoPE's base where the file gives none"""
-    rms_norm_eps: float = 1e-6
-    """RMSNorm's epsilon where the file gives none"""
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen2ForCausalLM": Architecture("qwen2", ("num_key_value_heads",), qkv_bias=True),
-    "LlamaForCausalLM": Architecture("llama"),
-    "Qwen3ForCausalLM": Architecture("qwen3", ("num_key_value_heads", "head_dim"), qk_norm=True),
-    "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe",
-        ("num_key_value_heads", "num_experts_per_tok"),
-        qk_norm=True,
-        ffn_size="moe_intermediate_size",
-        experts=True,
-    ),
-    "MixtralForCausalLM": Architecture(
-        "mixtral",
-        ("num_key_value_heads", "num_experts_per_tok"),
-        experts=True,
-        norm_topk_prob=True,
-        sliding_window=True,
-        rope_theta=1e6,
-        rms_norm_eps=1e-5,
-    ),
-}
-"""Supported `architectures` entry -> what it stands for."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +161,7 @@ def _inspect(fields: dict[str, Any], where: str) -> tuple[ModelShape | None, lis
     architecture, faults = _architecture(fields, where)
     if architecture is None:
         return None, faults
-    faults = [*_unsupported(fields, where), *_missing_sizes(fields, where)]
+    faults = [*unsupported(architecture, fields, where), *_missing_sizes(fields, where)]
     if faults:
         return None, faults
     shape = _shape(architecture, fields)
@@ -258,78 +210,9 @@ def _architecture(fields: Mapping[str, Any], where: str) -> tuple[str | None, li
     return None, [Fault(f"{where}: architectures", names, reason, cure)]
 
 
-def _off(value: object) -> bool:
-    return not value
-
-
-def _all_full(kinds: list[object]) -> bool:
-    return all(kind == "full_attention" for kind in kinds)
-
-
-# Field -> (the values that this package computes, why others are refused). A field that is absent is fine.
-_FEATURES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "hidden_act": (lambda value: value == "silu", "only the SwiGLU MLP (hidden_act silu) is computed"),
-    "attention_bias": (_off, "a bias in the attention projections is not supported"),
-    "mlp_bias": (_off, "a bias in the MLP is not supported"),
-    "attention_dropout": (_off, "dropout is not supported: log-probabilities must be the same each time"),
-    "use_sliding_window": (_off, "sliding-window attention is not supported"),
-    "layer_types": (
-        lambda value: value is None or (isinstance(value, list) and _all_full(cast("list[object]", value))),
-        "layers other than full_attention are not supported",
-    ),
-    "partial_rotary_factor": (
-        lambda value: value in (None, 1, 1.0),
-        "RoPE over a part of the head is not supported",
-    ),
-    "quantization_config": (_off, "quantized weights cannot be trained"),
-    "mlp_only_layers": (_off, "layers without experts among layers with experts are not supported"),
-    "decoder_sparse_step": (
-        lambda value: value in (None, 1),
-        "layers without experts among layers with experts are not supported",
-    ),
-    "shared_expert_intermediate_size": (_off, "an expert that all tokens share is not supported"),
-    "n_shared_experts": (_off, "an expert that all tokens share is not supported"),
-    "num_shared_experts": (_off, "an expert that all tokens share is not supported"),
-    "router_jitter_noise": (_off, "noise on the router's input is not supported: routes must be the same each time"),
-}
-
-
-def _unsupported(fields: Mapping[str, Any], where: str) -> list[Fault]:
-    cure = "use a model without it; removing the field from config.json would compute another model"
-    faults = [
-        Fault(f"{where}: {name}", fields[name], reason, cure)
-        for name, (computed, reason) in _FEATURES.items()
-        if name in fields and not computed(fields[name])
-    ]
-    for name in ("rope_scaling", "rope_parameters"):
-        reason = _rope_reason(fields.get(name))
-        if reason:
-            faults.append(Fault(f"{where}: {name}", fields[name], reason, cure))
-    if _architecture_of(fields).sliding_window and fields.get("sliding_window"):
-        reason = "sliding-window attention is not supported"
-        faults.append(Fault(f"{where}: sliding_window", fields["sliding_window"], reason, cure))
-    return faults
-
-
 def _architecture_of(fields: Mapping[str, Any]) -> Architecture:
     """Of a file whose architectures entry _architecture has accepted."""
     return ARCHITECTURES[fields["architectures"][0]]
-
-
-def _rope_reason(rope: object) -> str | None:
-    if rope is None:
-        return None
-    if not isinstance(rope, dict):
-        return "is not a mapping"
-    rope = cast("dict[str, Any]", rope)
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "RoPE that differs by layer type is not supported"
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        return f"RoPE of type {kind!r} is not supported, only plain RoPE (rope_type default)"
-    if rope.get("partial_rotary_factor", 1) != 1:
-        return "RoPE over a part of the head is not supported"
-    return None
 
 
 _SIZES = (
@@ -345,10 +228,6 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
 def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
     cure = "copy the config.json that belongs to these weights"
     architecture = _architecture_of(fields)
@@ -362,18 +241,24 @@ def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
     optional = {
         "num_key_value_heads": _is_count,
         "head_dim": _is_count,
-        "rms_norm_eps": _is_number,
-        "rope_theta": _is_number,
+        "rms_norm_eps": is_finite_above_zero,
+        "rope_theta": is_finite_above_zero,
+        "initializer_range": is_finite_above_zero,
     }
     faults += [
         Fault(f"{where}: {name}", fields[name], "must be a number above 0", cure)
         for name, fits in optional.items()
-        if name not in sizes and fields.get(name) is not None and not fits(fields[name])
+        if name not in sizes and _given(fields, name) and not fits(fields[name])
     ]
     theta = _rope_theta(fields)
-    if not _is_number(theta) and fields.get("rope_theta") != theta:
+    if not is_finite_above_zero(theta) and fields.get("rope_theta") != theta:
         faults.append(Fault(f"{where}: rope_parameters.rope_theta", theta, "must be a number above 0", cure))
     return faults
+
+
+def _given(fields: Mapping[str, Any], name: str) -> bool:
+    """Null stands for "not given" where transformers takes it so: not for epsilon and range, which it wants as numbers."""
+    return name in fields and (fields[name] is not None or name in ("rms_norm_eps", "initializer_range"))
 
 
 def _experts_entry(fields: Mapping[str, Any]) -> str:

@@ -1,0 +1,278 @@
+"""Which entries of a model's config.json this package computes, family by family. Torch-free.
+
+An entry is read (sizes, RoPE, epsilon), says nothing about what the model computes (token ids, the writer's version),
+or has the one value that this package computes. Every other entry is refused by name: transformers or the engine may
+honour it, and the trainer would train another model. No list of bad entries could be complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from megatron_rl.errors import Fault
+
+Computed = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the name of an architecture says beside the sizes in its config.json."""
+
+    model_type: str
+    required: tuple[str, ...] = ()
+    """Entries that transformers fills with numbers of its own where they are absent"""
+    qkv_bias: bool = False
+    """Attention adds a bias to queries, keys and values"""
+    qk_norm: bool = False
+    """Each head's query and key passes an RMSNorm before RoPE"""
+    ffn_size: str = "intermediate_size"
+    """Entry with the inner size of an MLP, or of one expert"""
+    experts: bool = False
+    """Every layer's MLP is a mixture of experts"""
+    norm_topk_prob: bool | None = None
+    """Weights of a token's experts sum to 1; None: the entry norm_topk_prob says"""
+    switches_window: bool = False
+    """The entry use_sliding_window decides; without it the size of the window means nothing"""
+    rope_theta: float = 10000.0
+    """RoPE's base where the file gives none"""
+    rms_norm_eps: float = 1e-6
+    """RMSNorm's epsilon where the file gives none"""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen2ForCausalLM": Architecture("qwen2", ("num_key_value_heads",), qkv_bias=True, switches_window=True),
+    "LlamaForCausalLM": Architecture("llama"),
+    "Qwen3ForCausalLM": Architecture("qwen3", ("num_key_value_heads", "head_dim"), qk_norm=True, switches_window=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        ("num_key_value_heads", "num_experts_per_tok"),
+        qk_norm=True,
+        ffn_size="moe_intermediate_size",
+        experts=True,
+        switches_window=True,
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        ("num_key_value_heads", "num_experts_per_tok"),
+        experts=True,
+        norm_topk_prob=True,
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+    ),
+}
+"""Supported `architectures` entry -> what it stands for."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _words(
+    "architectures model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim "
+    "intermediate_size vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters "
+    "tie_word_embeddings initializer_range"
+)
+"""Entries that layout.py reads, of every family."""
+
+# What a writer notes, tokens, outputs that are asked for, training of other programs, and defaults of generation, which
+# a request to the engine always gives itself.
+_INERT = _words(
+    "transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash auto_map tokenizer_class "
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout prefix "
+    "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id "
+    "decoder_start_token_id use_cache is_decoder return_dict output_hidden_states output_attentions torchscript "
+    "use_bfloat16 tf_legacy_loss use_return_dict attn_implementation _attn_implementation "
+    "_attn_implementation_autoset _attn_implementation_internal _experts_implementation "
+    "_experts_implementation_internal _flash_attn_2_enabled _from_model_config tie_last_hidden_states pretraining_tp "
+    "max_window_layers max_sequence_length model_max_length tokenizer_model_max_length tokenizer_padding_side "
+    "original_max_position_embeddings initializer_cutoff_factor is_llama_config unsloth_fixed unsloth_version "
+    "transformers.js_config gradient_checkpointing "
+    "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty "
+    "do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
+    "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
+    "max_new_tokens no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups "
+    "num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate "
+    "suppress_tokens target_lookbehind temperature top_k top_p typical_p"
+)
+_INERT_OF_EXPERTS = _words(
+    "num_experts num_local_experts num_experts_per_tok norm_topk_prob moe_intermediate_size router_aux_loss_coef "
+    "output_router_logits"
+)
+
+
+def _off(value: object) -> bool:
+    """Null, false, 0 or empty."""
+    return not value
+
+
+def _none(value: object) -> bool:
+    return value is None
+
+
+def _is(*values: object) -> Computed:
+    """One of the values, of the same type: 1 is not true."""
+
+    def same(value: object) -> bool:
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+    return same
+
+
+def _all_full(kinds: Any) -> bool:
+    return kinds is None or (isinstance(kinds, list) and all(kind == "full_attention" for kind in cast("Any", kinds)))
+
+
+_DROPOUT = "dropout is not supported: log-probabilities must be the same each time"
+_WINDOW = "sliding-window attention is not supported"
+_SHARED_EXPERT = "an expert that all tokens share is not supported"
+_SOME_PLAIN = "layers without experts among layers with experts are not supported"
+_ROUTER = "only a router of a softmax over all experts is computed"
+_SCALE = "a factor on activations or logits is not supported"
+
+_VALUES: dict[str, tuple[Computed, str]] = {
+    "hidden_act": (_is("silu"), "only the SwiGLU MLP (hidden_act silu) is computed"),
+    "attention_bias": (_off, "a bias in the attention projections is not supported"),
+    "mlp_bias": (_off, "a bias in the MLP is not supported"),
+    "bias": (_off, "a bias in the projections is not supported"),
+    "is_causal": (_is(True), "only causal attention is computed"),
+    "use_sliding_window": (_off, _WINDOW),
+    "layer_types": (_all_full, "layers other than full_attention are not supported"),
+    "partial_rotary_factor": (_is(None, 1), "RoPE over a part of the head is not supported"),
+    "rotary_pct": (_is(None, 1), "RoPE over a part of the head is not supported"),
+    "rope_interleaved": (_off, "RoPE over neighbours is not supported, only over halves of the head"),
+    "rope_interleave": (_off, "RoPE over neighbours is not supported, only over halves of the head"),
+    "use_mrope": (_off, "RoPE over several axes is not supported"),
+    "quantization_config": (_off, "quantized weights cannot be trained"),
+    "logit_scale": (_is(1), _SCALE),
+    "logits_scaling": (_is(1), _SCALE),
+    "embedding_multiplier": (_is(1), _SCALE),
+    "residual_multiplier": (_is(1), _SCALE),
+    "scale_emb": (_is(1), _SCALE),
+    "attn_logit_softcapping": (_off, "a bound on logits is not supported"),
+    "final_logit_softcapping": (_off, "a bound on logits is not supported"),
+    "clip_qkv": (_off, "a bound on queries, keys and values is not supported"),
+    "is_encoder_decoder": (_off, "only decoders are supported"),
+    "tie_encoder_decoder": (_off, "only decoders are supported"),
+    "add_cross_attention": (_off, "only decoders are supported"),
+    "cross_attention_hidden_size": (_off, "only decoders are supported"),
+    "pruned_heads": (_off, "pruned heads are not supported"),
+    "chunk_size_feed_forward": (lambda value: value in (None, 0), "an MLP in chunks is not supported"),
+    "per_layer_config": (_off, "layers that differ from each other are not supported"),
+    "num_nextn_predict_layers": (_off, "layers that predict further tokens are not supported"),
+    **dict.fromkeys(
+        (
+            *("attention_dropout", "hidden_dropout", "residual_dropout", "resid_dropout", "embedding_dropout"),
+            *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"),
+        ),
+        (_off, _DROPOUT),
+    ),
+    **dict.fromkeys(
+        ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"), (_off, _SHARED_EXPERT)
+    ),
+    "mlp_only_layers": (_off, _SOME_PLAIN),
+    "decoder_sparse_step": (_is(None, 1), _SOME_PLAIN),
+    "router_jitter_noise": (_off, "noise on the router's input is not supported: routes must be the same each time"),
+    "scoring_func": (_is("softmax"), _ROUTER),
+    "routed_scaling_factor": (_is(None, 1), _SCALE),
+}
+"""Entry -> (the values that this package computes, why others are refused); of every family."""
+
+
+def _values_of(architecture: Architecture) -> dict[str, tuple[Computed, str]]:
+    """_VALUES with what holds for one family alone."""
+    bias, norm = architecture.qkv_bias, architecture.qk_norm
+    found = _VALUES | {
+        "qkv_bias": (_is(bias), f"attention is computed {'with' if bias else 'without'} a bias here"),
+        "qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
+        "use_qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
+    }
+    if architecture.switches_window:
+        found["use_sliding_window"] = (_is(False), _WINDOW)
+    else:
+        found["sliding_window"] = (_none, _WINDOW)
+    if not architecture.experts:
+        reason = f"an MLP of experts is not part of {architecture.model_type}"
+        found |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_off, reason))
+    elif architecture.norm_topk_prob is not None:
+        reason = "weights of a token's experts are scaled to sum to 1 here"
+        found["norm_topk_prob"] = (_is(architecture.norm_topk_prob), reason)
+    return found
+
+
+def unsupported(name: str, fields: Mapping[str, Any], where: str) -> list[Fault]:
+    """Faults of entries that ask for what is not computed, and of entries that are not known at all.
+
+    name: a key of ARCHITECTURES; fields: the content of config.json; where: that file, for messages.
+    """
+    architecture = ARCHITECTURES[name]
+    values = _values_of(architecture)
+    inert = _READ | _INERT | (_INERT_OF_EXPERTS if architecture.experts else frozenset[str]())
+    inert |= frozenset({"sliding_window"} if architecture.switches_window else ())
+    cure = "use a model without it; removing the field from config.json would compute another model"
+    faults: list[Fault] = []
+    for field, value in fields.items():
+        if field in values:
+            computed, reason = values[field]
+            if not computed(value):
+                faults.append(Fault(f"{where}: {field}", value, reason, cure))
+        elif field not in inert and value is not None:
+            reason = f"is no field that is known of {name}: what it changes in the model would be left out"
+            help_ = "if it is a note that changes nothing, remove it from config.json; if not, use another model"
+            faults.append(Fault(f"{where}: {field}", value, reason, help_))
+    for field in ("rope_scaling", "rope_parameters"):
+        reason = _rope_reason(fields.get(field))
+        if reason:
+            faults.append(Fault(f"{where}: {field}", fields[field], reason, cure))
+    return [*faults, *_odd_switches(fields, where)]
+
+
+def _odd_switches(fields: Mapping[str, Any], where: str) -> list[Fault]:
+    """Values of another type: "false" would be read as true."""
+    cure = "copy the config.json that belongs to these weights"
+    faults = [
+        Fault(f"{where}: {field}", fields[field], "must be true or false", cure)
+        for field in ("tie_word_embeddings", "norm_topk_prob")
+        if field in fields and not isinstance(fields[field], bool)
+    ]
+    layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
+    if isinstance(kinds, list) and len(cast("list[Any]", kinds)) != layers:
+        reason = f"has {len(cast('list[Any]', kinds))} entries, and num_hidden_layers is {layers}"
+        faults.append(Fault(f"{where}: layer_types", kinds, reason, cure))
+    return faults
+
+
+_PLAIN_ROPE: dict[str, Computed] = {
+    "rope_theta": lambda value: True,
+    "rope_type": _is("default", None),
+    "type": _is("default", None),
+    "partial_rotary_factor": _is(None, 1),
+    "factor": _is(None, 1),
+    "attention_factor": _is(None, 1),
+}
+
+
+def _rope_reason(rope: object) -> str | None:
+    if rope is None:
+        return None
+    if not isinstance(rope, dict):
+        return "is not a mapping"
+    rope = cast("dict[str, Any]", rope)
+    if any(isinstance(value, dict) for value in rope.values()):
+        return "RoPE that differs by layer type is not supported"
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        return f"RoPE of type {kind!r} is not supported, only plain RoPE (rope_type default)"
+    if rope.get("partial_rotary_factor", 1) not in (None, 1):
+        return "RoPE over a part of the head is not supported"
+    odd = [name for name, value in rope.items() if value is not None and not _PLAIN_ROPE.get(name, _none)(value)]
+    if odd:
+        return f"{', '.join(odd)} {'is' if len(odd) == 1 else 'are'} no part of plain RoPE (rope_type default)"
+    return None
+
+
+def is_finite_above_zero(value: object) -> bool:
+    """A number above 0 that is no bool, and not infinite (JSON's Infinity)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,0 +1,76 @@
+"""Contract N1: whatever config.json passes, the trainer computes what transformers computes from the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.run_ranks import run_ranks
+from tests.ranks.tiny import hf_logprobs, load_hf_model, random_batch, save_tiny
+from tests.ranks.training import make_actor
+from tests.unit.odd_configs import PASSING
+
+VOCAB = 128
+# Layers as in the table's layer_types.
+SMALL = {"layers": 2, "vocab": VOCAB, "tied": False}
+# Entries that another family's value would show: the rotary base, the epsilon.
+NUMBERS = ("rope_parameters", "rope_theta", "rms_norm_eps", "norm_topk_prob")
+
+
+def _write(folder: Path, base: str, changes: dict[str, Any]) -> str:
+    folder.mkdir()
+    for name in ("model.safetensors", "generation_config.json"):
+        (folder / name).symlink_to(Path(base) / name)
+    fields = json.loads((Path(base) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | changes))
+    return str(folder)
+
+
+def _logprobs(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
+    from megatron_rl.mcore import cpu
+
+    cpu.install()
+    from megatron_rl.config.layout import read_model_shape
+    from megatron_rl.mcore import build, convert, step
+    from megatron_rl.parallel import groups
+    from megatron_rl.parallel.topology import topology_of
+    from megatron_rl.weights.safetensors import SafetensorsSource
+
+    actor = make_actor()
+    groups.init_model_parallel(topology_of(actor, world), actor.vpp)
+    found: list[torch.Tensor] = []
+    for folder in folders:
+        policy = build.build_policy(read_model_shape(folder), actor, "float32", torch.device("cpu"))
+        convert.load_hf(policy, SafetensorsSource(folder))
+        (result,) = step.forward_logprobs(policy, [random_batch(0, (40, 9, 17), VOCAB)], 1.0)
+        found.append(result["logprobs"])
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_n1_the_trainer_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
+    """Every passing variant of the table; and those that name numbers are another model than the plain one, so that a
+    trainer that ignores them (a base or an epsilon of its own) is seen.
+    """
+    base = save_tiny(tmp_path / "base", family, **SMALL)
+    variants = [{}, *(changes for of, changes in PASSING if of == family)]
+    folders = [_write(tmp_path / str(number), base, changes) for number, changes in enumerate(variants)]
+    (trained,) = run_ranks(1, _logprobs, folders)
+    batch = random_batch(0, (40, 9, 17), VOCAB)
+    wanted = []
+    for folder in folders:
+        with torch.no_grad():
+            wanted.append(hf_logprobs(load_hf_model(folder), batch, 1.0)[0])
+    for changes, ours, theirs in zip(variants, trained, wanted, strict=True):
+        assert (ours - theirs).abs().max() < 2e-5, changes
+    # The plain model has base 10000 and epsilon 1e-6 (Mixtral: 1e6 and 1e-5).
+    moved = [
+        float((theirs - wanted[0]).abs().max())
+        for changes, theirs in zip(variants, wanted, strict=True)
+        if any(changes.get(name) is not None for name in NUMBERS)
+    ]
+    assert family == "mixtral" or (moved and max(moved) > 1e-3), moved

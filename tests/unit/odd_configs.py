@@ -1,0 +1,97 @@
+"""Odd config.json files: entries laid over a small model's, by family. REFUSED name the entry that is at fault; PASSING
+are the same model for transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Variant = tuple[str, dict[str, Any]]
+
+FULL = ["full_attention"] * 2
+
+REFUSED: list[Variant] = [
+    # Entries that vLLM or transformers honours in this family.
+    ("llama", {"sliding_window": 16}),
+    ("llama", {"sliding_window": 0}),
+    ("llama", {"logit_scale": 0.5}),
+    ("llama", {"logit_scale": None}),
+    ("llama", {"is_causal": False}),
+    ("llama", {"is_causal": None}),
+    ("llama", {"bias": True}),
+    ("llama", {"qkv_bias": True}),
+    ("llama", {"qk_norm": True}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("llama", {"hidden_act": "gelu"}),
+    ("llama", {"hidden_act": None}),
+    ("llama", {"attention_dropout": 0.1}),
+    ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 1}}}),
+    ("llama", {"head_dtype": "float32"}),
+    ("llama", {"attention_chunk_size": 8}),
+    ("llama", {"num_experts": 4}),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8.0, "rope_theta": 1e4}}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}),
+    ("llama", {"rope_parameters": [1e4]}),
+    ("llama", {"partial_rotary_factor": 0.5}),
+    ("llama", {"quantization_config": {"quant_method": "awq"}}),
+    ("llama", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("llama", {"layer_types": ["full_attention"]}),
+    ("llama", {"tie_word_embeddings": "false"}),
+    ("llama", {"rms_norm_eps": float("inf")}),
+    ("llama", {"rms_norm_eps": None}),
+    ("llama", {"initializer_range": "small"}),
+    ("llama", {"an_entry_of_next_year": {"depth": 3}}),
+    ("qwen2", {"qk_norm": True}),
+    ("qwen2", {"qkv_bias": False}),
+    ("qwen2", {"is_causal": False}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
+    ("qwen2", {"use_sliding_window": None, "sliding_window": 4}),
+    ("qwen2", {"use_mrope": True}),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 64}}),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 2}),
+    ("qwen3", {"is_causal": False}),
+    ("qwen3", {"attention_bias": True}),
+    ("qwen3", {"use_qk_norm": False}),
+    ("qwen3", {"use_sliding_window": True}),
+    ("qwen3", {"attn_output_gate": True}),
+    ("qwen3", {"final_logit_softcapping": 30.0}),
+    ("qwen3_moe", {"is_causal": False}),
+    ("qwen3_moe", {"mlp_only_layers": [0]}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}),
+    ("qwen3_moe", {"scoring_func": "sigmoid"}),
+    ("qwen3_moe", {"routed_scaling_factor": 2.5}),
+    ("qwen3_moe", {"norm_topk_prob": "yes"}),
+    ("qwen3_moe", {"norm_topk_prob": None}),
+    ("qwen3_moe", {"num_nextn_predict_layers": 1}),
+    ("mixtral", {"sliding_window": 16}),
+    ("mixtral", {"router_jitter_noise": 0.01}),
+    ("mixtral", {"norm_topk_prob": False}),
+    ("mixtral", {"is_causal": False}),
+    ("mixtral", {"attention_bias": True}),
+    ("mixtral", {"clip_qkv": 8.0}),
+]
+"""The first entry is the one that is named."""
+
+PASSING: list[Variant] = [
+    ("llama", {"sliding_window": None, "logit_scale": 1.0, "is_causal": True, "bias": False, "qk_norm": False}),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None}),
+    ("llama", {"rms_norm_eps": 1e-3}),
+    ("llama", {"torch_dtype": "bfloat16", "pretraining_tp": 2, "use_cache": False, "_name_or_path": "x/y"}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0, "factor": 1.0}}),
+    ("llama", {"layer_types": FULL, "unsloth_fixed": True, "is_llama_config": True, "rope_interleaved": False}),
+    ("llama", {"num_experts": 0, "quantization_config": None, "an_entry_of_next_year": None}),
+    ("qwen2", {"sliding_window": 4, "max_window_layers": 0, "use_sliding_window": False}),
+    ("qwen2", {"sliding_window": 4, "layer_types": None}),
+    ("qwen2", {"use_mrope": False, "qkv_bias": True, "rope_theta": 1e6, "rope_parameters": None}),
+    ("qwen2", {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_length": 64}),
+    ("qwen3", {"qk_norm": True, "sliding_window": 4, "rms_norm_eps": 1e-2}),
+    ("qwen3", {"layer_types": FULL, "attn_logit_softcapping": None, "rope_parameters": {"rope_theta": 31.0}}),
+    ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": None, "router_aux_loss_coef": 0.9}),
+    ("qwen3_moe", {"norm_topk_prob": True, "output_router_logits": True, "sliding_window": 4}),
+    ("qwen3_moe", {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}, "scoring_func": "softmax"}),
+    ("mixtral", {"norm_topk_prob": True, "router_jitter_noise": 0.0, "sliding_window": None}),
+    ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None}),
+]
