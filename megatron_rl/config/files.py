@@ -11,6 +11,7 @@ from megatron_rl.config.checks import divisors, listed
 from megatron_rl.config.data_paths import GIVE, data_files
 from megatron_rl.config.layout import ModelShape, inspect_model
 from megatron_rl.config.names import VLLM_HEAD_DIMS
+from megatron_rl.config.vocabulary import vocabulary_faults
 from megatron_rl.errors import Fault
 
 if TYPE_CHECKING:
@@ -95,6 +96,15 @@ def tokenizer(cfg: RunConfig) -> list[Fault]:
     if any((Path(folder) / name).is_file() for name in ("tokenizer.model", "vocab.json")):
         cure += "; transformers writes one from older files (AutoTokenizer.from_pretrained, then save_pretrained)"
     return [Fault(key, folder, "the folder has no tokenizer.json", cure)]
+
+
+def vocabulary(cfg: RunConfig) -> list[Fault]:
+    """The tokenizer's tokens are tokens of the model."""
+    shape, own = _shape_of(cfg), cfg.model.tokenizer_path
+    if shape is None:
+        return []
+    key = "model.path" if own is None else "model.tokenizer_path"
+    return vocabulary_faults(key, own or cfg.model.path, cfg.model.path, shape.vocab_size)
 
 
 def reference(cfg: RunConfig) -> list[Fault]:

@@ -257,7 +257,7 @@ def _missing_sizes(fields: Mapping[str, Any], where: str) -> list[Fault]:
 
 
 def _given(fields: Mapping[str, Any], name: str) -> bool:
-    """Null stands for "not given" where transformers takes it so: not for epsilon and range, which it wants as numbers."""
+    """Null is "not given" where transformers takes it so; epsilon and range it wants as numbers."""
     return name in fields and (fields[name] is not None or name in ("rms_norm_eps", "initializer_range"))
 
 

@@ -214,6 +214,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_CRITIC_FILES, ppo.critic_files),
     Check(("model.path", "model.init"), files.weights),
     Check(("model.path", "model.tokenizer_path"), files.tokenizer),
+    Check(("model.path", "model.tokenizer_path"), files.vocabulary),
     Check((*_KL, "ref.path"), files.reference),
     Check(("model.path", "actor.tp"), files.tensor_parallel),
     Check(("model.path", *_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), files.engine_parallel),

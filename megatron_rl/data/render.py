@@ -67,6 +67,15 @@ class Renderer:
         ends = ([] if own is None else [own]) + list(known_end_ids(named, len(self._tokenizer)))
         self._eos_token_ids = tuple(dict.fromkeys(ends))
         self._template = ChatTemplate(self._tokenizer, template_kwargs or {})
+        self.model_vocab_size = _model_vocab_size(Path(model_path or tokenizer_path))
+        """Tokens of the model; None where its folder does not say."""
+        beyond = [token for token in self._eos_token_ids if token >= (self.model_vocab_size or token + 1)]
+        if beyond:
+            raise DataError(
+                f"{tokenizer_path}: the end token {self.decode(beyond[:1], skip_special_tokens=False)!r} has the id "
+                f"{beyond[0]}, and the model knows {self.model_vocab_size} tokens (vocab_size of its config.json) "
+                "-- use the tokenizer that belongs to the model"
+            )
 
     @classmethod
     def from_config(cls, model: ModelConfig, data: DataConfig) -> Renderer:
@@ -384,6 +393,15 @@ class Renderer:
                 f"-- use one of its special tokens: {', '.join(special[:20]) or 'it has none'}"
             )
         self._tokenizer.eos_token = token
+
+
+def _model_vocab_size(folder: Path) -> int | None:
+    path = folder / "config.json"
+    try:
+        size = json.loads(path.read_text(encoding="utf-8")).get("vocab_size") if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path}: not a JSON object ({error}) -- write the file again") from error
+    return size if isinstance(size, int) else None
 
 
 def _load_tokenizer(path: str) -> Any:

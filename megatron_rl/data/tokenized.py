@@ -60,6 +60,22 @@ def render_rows(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, render
 
     Raises DataError: a kept file that cannot be read, a process that died, what `render` raises beside BadRow.
     """
+    found = _rendered_rows(cfg, rows, renderer, render)
+    return found._replace(rows=[_known(rendered, renderer) for rendered in found.rows])
+
+
+def _known(rendered: Rendered, renderer: Renderer) -> Rendered:
+    """The row, or its fault where an id is no token of the model: no part of what is kept, which has no model."""
+    limit = renderer.model_vocab_size
+    odd = max(rendered.token_ids, default=-1)
+    if limit is None or odd < limit:
+        return rendered
+    text = renderer.decode([odd], skip_special_tokens=False)
+    reason = f"token {text!r} has the id {odd}, and the model knows {limit} tokens (vocab_size of its config.json)"
+    return Rendered([], fault=f"{reason} -- use the model's own tokenizer, or one whose embedding holds all tokens")
+
+
+def _rendered_rows(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, render: RenderFn) -> RenderedRows:
     fingerprint = renderer.fingerprint() if cfg.cache_dir else None
     if cfg.cache_dir is None or fingerprint is None:
         if cfg.cache_dir is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_rl.errors import DataError
 from megatron_rl.types import TrainBatch
 
 # A padded group of sequences may waste this share of its cells, or be no longer than this many tokens, before the
@@ -179,6 +180,7 @@ def pack(
     *,
     head_dim: int,
     rope_theta: float,
+    vocab_size: int | None = None,
     device: torch.device,
     split: int = 1,
     cp: int = 1,
@@ -191,7 +193,13 @@ def pack(
     split: the rank's t tokens are padded to a multiple of this (sequence parallelism splits t). A batch without
     sequences becomes one sequence of padding, so that all ranks make the same passes. Nothing is trained on padding.
     uniform: pad every sequence to the longest, as a rectangular batch is (for comparison with packing).
+
+    vocab_size: tokens of the model. Raises DataError where a token is none of them: a vocabulary that is split over
+    ranks would give such an id the logit of the most likely one, and an embedding of zeros.
     """
+    # On the CPU, where the batch is: the device is not waited for.
+    if vocab_size is not None and batch.num_tokens:
+        _check_ids(batch.tokens, vocab_size)
     lens = _padded_lens(batch.seq_lens, cp, split, uniform)
     layout = zigzag_layout(lens, cp, cp_rank)
     real = torch.tensor(batch.seq_lens, dtype=torch.int64)
@@ -234,6 +242,17 @@ def pack(
         trained=trained,
         num_tokens=batch.num_tokens,
     )
+
+
+def _check_ids(tokens: torch.Tensor, vocab_size: int) -> None:
+    least, greatest = (int(edge) for edge in torch.aminmax(tokens))
+    if least < 0 or greatest >= vocab_size:
+        odd = sorted({int(token) for token in tokens[(tokens < 0) | (tokens >= vocab_size)]})
+        shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
+        raise DataError(
+            f"the batch holds ids that are no tokens of the model: {shown}; config.json says vocab_size {vocab_size} "
+            "-- use the tokenizer that belongs to the model"
+        )
 
 
 def _to(group: AttentionGroup, device: torch.device) -> AttentionGroup:

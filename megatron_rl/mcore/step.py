@@ -39,6 +39,7 @@ def pack_all(policy: Policy, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
             batch,
             head_dim=shape.head_dim,
             rope_theta=shape.rope_theta,
+            vocab_size=shape.vocab_size,
             device=policy.device,
             split=parallel.tp if parallel.sequence_parallel else 1,
             cp=parallel.cp,

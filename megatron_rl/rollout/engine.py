@@ -151,13 +151,22 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
-def check_requests(requests: Sequence[Request], sampling: Sampling, max_model_len: int, weight_version: int) -> None:
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, settings: EngineSettings, weight_version: int
+) -> None:
     """Refuse what an engine would cut or answer wrongly. Raises RolloutError."""
+    max_model_len, vocab_size = settings.max_model_len, settings.vocab_size
     if weight_version < 0:
         raise RolloutError("generate before the first update of weights: the engine's are not the trainer's yet")
     for i, request in enumerate(requests):
         if not request.token_ids:
             raise RolloutError(f"request {i} has an empty prompt; a model needs at least one token to go on from")
+        odd = [token for token in request.token_ids if not 0 <= token < vocab_size]
+        if odd:
+            raise RolloutError(
+                f"request {i}: id {odd[0]} is no token of the model, whose vocab_size is {vocab_size}; use the "
+                "tokenizer that belongs to the model"
+            )
         if len(request.token_ids) + sampling.max_tokens > max_model_len:
             raise RolloutError(
                 f"request {i}: prompt of {len(request.token_ids)} tokens + {sampling.max_tokens} new ones pass the "

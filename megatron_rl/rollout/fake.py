@@ -23,7 +23,7 @@ class FakeEngine:
         return self._version
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        check_requests(requests, sampling, self._settings.max_model_len, self._version)
+        check_requests(requests, sampling, self._settings, self._version)
         if sampling.stop:
             raise RolloutError("rollout.stop: the fake engine sees no text; stop at a special token, or use vllm or hf")
         return [[self._sample(request, sampling, i) for i in range(sampling.n)] for request in requests]

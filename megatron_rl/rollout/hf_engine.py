@@ -52,7 +52,7 @@ class HfEngine:
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """See RolloutEngine. Prompts of one length at a time, so that no padding enters the model."""
-        check_requests(requests, sampling, self._settings.max_model_len, self._version)
+        check_requests(requests, sampling, self._settings, self._version)
         by_length: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             by_length.setdefault(len(request.token_ids), []).append(i)

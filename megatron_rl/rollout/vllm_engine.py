@@ -194,7 +194,7 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """See RolloutEngine."""
-        check_requests(requests, sampling, self._settings.max_model_len, self._version)
+        check_requests(requests, sampling, self._settings, self._version)
         if self._asleep:
             raise RolloutError("generate on a sleeping engine; call wake() after update_weights()")
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]

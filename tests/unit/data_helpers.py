@@ -52,6 +52,8 @@ def chat_folder(folder: Path, *, merges: tuple[str, ...] = (), template: str = C
     tokenizer["model"]["vocab"] = vocab
     tokenizer["model"]["merges"] = list(merges)
     path.write_text(json.dumps(tokenizer))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": len(vocab)}))
     return folder
 
 

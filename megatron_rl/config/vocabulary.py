@@ -1,0 +1,100 @@
+"""Does a tokenizer reach beyond the tokens that a model knows? Read from the files as JSON: no tokenizer is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_rl.errors import Fault
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens of a tokenizer's files. ordinary: any text may hold them; added: text -> id of those that stand beside."""
+
+    ordinary: Mapping[str, int]
+    added: Mapping[str, int]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The mapping in the file; empty where there is none: what loads the file says what is wrong with it."""
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+
+
+def _ids(table: object) -> dict[str, int]:
+    if isinstance(table, dict):
+        found = cast("dict[Any, Any]", table)
+        return {str(token): number for token, number in found.items() if isinstance(number, int)}
+    if isinstance(table, list):
+        # Unigram: [text, score] in the order of the ids.
+        pieces = [cast("list[Any]", piece) for piece in cast("list[Any]", table) if isinstance(piece, list) and piece]
+        return {str(piece[0]): number for number, piece in enumerate(pieces)}
+    return {}
+
+
+def read_vocabulary(folder: str) -> Vocabulary:
+    """Tokens that tokenizer.json names (of a slow tokenizer: vocab.json), and those that are added to them."""
+    path = Path(folder)
+    fast, settings = _json(path / "tokenizer.json"), _json(path / "tokenizer_config.json")
+    model = fast.get("model")
+    ordinary = _ids(cast("dict[str, Any]", model).get("vocab")) if isinstance(model, dict) else {}
+    if not fast:
+        ordinary = _ids(_json(path / "vocab.json"))
+    added = _ids(_json(path / "added_tokens.json"))
+    listed: object = fast.get("added_tokens")
+    for token in cast("list[Any]", listed) if isinstance(listed, list) else []:
+        if isinstance(token, dict):
+            entry = cast("dict[str, Any]", token)
+            added |= _ids({entry.get("content"): entry.get("id")})
+    decoder: object = settings.get("added_tokens_decoder")
+    for number, token in cast("dict[str, Any]", decoder).items() if isinstance(decoder, dict) else ():
+        if isinstance(token, dict) and str(number).isdigit():
+            added |= {str(cast("dict[str, Any]", token).get("content")): int(number)}
+    ordinary = {token: number for token, number in ordinary.items() if token not in added}
+    return Vocabulary(ordinary, added)
+
+
+def _end_ids(tokenizer: str, model: str, vocabulary: Vocabulary) -> Iterator[tuple[str, int]]:
+    """(where it is named, id) of every token that ends a text."""
+    settings = Path(tokenizer) / "tokenizer_config.json"
+    token: object = _json(settings).get("eos_token")
+    token = cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+    number = {**vocabulary.ordinary, **vocabulary.added}.get(str(token))
+    if number is not None:
+        yield f"{settings}: eos_token", number
+    for name in ("config.json", "generation_config.json"):
+        named: object = _json(Path(model) / name).get("eos_token_id")
+        for one in cast("list[object]", named) if isinstance(named, list) else [named]:
+            if isinstance(one, int):
+                yield f"{Path(model) / name}: eos_token_id", one
+
+
+def vocabulary_faults(key: str, tokenizer: str, model: str, vocab_size: int) -> list[Fault]:
+    """Faults of a tokenizer's folder beside a model's of vocab_size tokens; key: what named the tokenizer's.
+
+    Added tokens beyond the model's are no fault by themselves: many tokenizers have some that no text uses. A text that
+    does is refused where it is rendered.
+    """
+    vocabulary = read_vocabulary(tokenizer)
+    beyond = [(number, token) for token, number in vocabulary.ordinary.items() if number >= vocab_size]
+    faults: list[Fault] = []
+    if beyond:
+        last, text = max(beyond)
+        reason = (
+            f"{len(beyond)} of its tokens have ids that the model does not know, up to {last} ({text!r}): config.json "
+            f"of {model} says vocab_size {vocab_size}"
+        )
+        cure = "give the tokenizer that belongs to the model, or a model whose embedding holds all of its tokens"
+        faults.append(Fault(key, tokenizer, reason, cure))
+    for where, number in _end_ids(tokenizer, model, vocabulary):
+        if not 0 <= number < vocab_size:
+            reason = f"is no token of the model, whose vocab_size is {vocab_size}: responses would never end with it"
+            faults.append(Fault(where, number, reason, "name an end token that the model knows"))
+    return faults
