@@ -237,10 +237,11 @@ def _odd_switches(fields: Mapping[str, Any], where: str) -> list[Fault]:
         for field in ("tie_word_embeddings", "norm_topk_prob")
         if field in fields and not isinstance(fields[field], bool)
     ]
-    layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
+    layers: object = fields.get("num_hidden_layers")
+    kinds: Any = fields.get("layer_types")
     if isinstance(kinds, list) and len(cast("list[Any]", kinds)) != layers:
         reason = f"has {len(cast('list[Any]', kinds))} entries, and num_hidden_layers is {layers}"
-        faults.append(Fault(f"{where}: layer_types", kinds, reason, cure))
+        faults.append(Fault(f"{where}: layer_types", cast("list[Any]", kinds), reason, cure))
     return faults
 
 
