@@ -12,7 +12,6 @@ No torch and no tokenizer here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_rl.config.data import RESERVED_KEYWORDS, DataConfig
 from megatron_rl.data.conversation import MEDIA, TEXT_ALONE, is_empty, mask_says, short
 from megatron_rl.data.files import BadRow, find_value
+from megatron_rl.data.formats import json_text
 
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "label")
 EXTRA_INFO_KEYS = ("extra_info", "metadata")
@@ -282,8 +282,11 @@ def _from_json(value: object, column: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value
     try:
-        return json.loads(value)
+        found, fault = json_text(value)
     except ValueError as error:
         raise BadRow(
             f"{column!r} is text that is not JSON ({error}) -- give a list or mapping, or JSON text"
         ) from error
+    if fault is not None:
+        raise BadRow(f"in the JSON text of {column!r}: {fault}")
+    return found

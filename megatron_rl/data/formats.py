@@ -28,13 +28,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.config.data_paths import kind_of
+from megatron_rl.config.data_paths import kind_of, stem_of
 from megatron_rl.errors import DataError, MissingDependency
 
 Values = dict[str, Any]
 SURROGATE = re.compile("[\ud800-\udfff]")
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 NO_SPACE = re.compile(r"[^ \t\n\r]")
+NO_PLAIN_FORM = (ValueError, KeyError, TypeError, OverflowError, NotImplementedError)
+"""What pyarrow raises for values that Python has no plain form of."""
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -67,7 +69,12 @@ def read_file(path: Path) -> list[Record]:
         ) from error
     if kind.startswith(".csv"):
         return _csv(path, text)
-    return _jsonl(text) if kind.startswith(".jsonl") else _json(path, text)
+    if kind.startswith(".json") and not kind.startswith(".jsonl"):
+        return _json(path, text)
+    if text.lstrip().partition("\n")[0].strip() == "[":
+        cure = f"name it {stem_of(path)}.json, or write one {{...}} a line"
+        raise DataError(f"{path}: holds a list over several lines -- {cure}")
+    return _jsonl(text)
 
 
 # Parquet and Arrow.
@@ -117,7 +124,7 @@ def _table_rows(path: Path, table: Any) -> list[Record]:
 
     try:
         rows = table.to_pylist(maps_as_pydicts="strict")
-    except (ValueError, KeyError, OverflowError):
+    except NO_PLAIN_FORM:
         return [_one_by_one(table, index, record) for index in range(table.num_rows)]
     return [record(number, values) for number, values in enumerate(rows, start=1)]
 
@@ -134,7 +141,7 @@ def _one_by_one(table: Any, index: int, record: Callable[[int, Values], Record])
             faults.append(
                 f"{name!r} is not valid Unicode at character {place} -- repair the text, or leave the row out"
             )
-        except (ValueError, KeyError, OverflowError) as error:
+        except NO_PLAIN_FORM as error:
             reason = str(error.args[0]) if error.args else type(error).__name__
             faults.append(f"{name!r} cannot be read: {reason} -- write the column in another type")
     return Record(index + 1, {}, "; ".join(faults)) if faults else record(index + 1, values)
@@ -222,6 +229,18 @@ class _Decoder:
     def _constant(self, text: str) -> float:
         self._faults.append(f"{text} is no value of JSON -- write null, or leave the key out")
         return float(text)
+
+
+def json_text(text: str) -> tuple[Any, str | None]:
+    """(the value that a text holds as JSON, what is wrong with it): as strict as rows of a JSON file.
+
+    Raises ValueError: the text is not JSON.
+    """
+    text = text.strip()
+    value, end, fault = _Decoder().read(text, 0)
+    if end < len(text):
+        raise ValueError(f"text after its end at character {end + 1}")
+    return value, fault
 
 
 def half_surrogates(value: object, where: str = "") -> list[str]:

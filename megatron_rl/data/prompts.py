@@ -3,7 +3,7 @@
 Keys of a row, in every kind of file (data.prompt_key and so on name others):
     prompt                     a list of chat messages, or a string
     reward_model.ground_truth  what the reward compares with; or the first of ground_truth, answer and label
-    data_source                name of the set, for rewards and metrics; else the file's name without suffix
+    data_source                name of the set, for rewards and metrics; else the file's name without its ending
     extra_info                 a mapping that is handed to the reward; or metadata
 So verl's schema (data_source, prompt, ability, reward_model, extra_info), slime's (prompt, label, metadata)
 and plain rows (prompt, answer) are read as they are. columns.py says what of the other columns reaches the chat
@@ -237,6 +237,9 @@ def _ground_truth(cfg: DataConfig, values: dict[str, Any]) -> Any:
     key, truth = next(
         ((key, found) for key in truth_keys(cfg) if (found := find_value(values, key)) is not None), ("", None)
     )
+    wrapped = values.get("reward_model")
+    if cfg.label_key is None and isinstance(wrapped, str) and "ground_truth" in wrapped:
+        raise BadRow("'reward_model' is text that holds a mapping -- write it as a mapping: json.loads it first")
     odd = next(_incomparable(truth), None)
     if odd is not None:
         raise BadRow(

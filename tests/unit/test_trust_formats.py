@@ -212,6 +212,7 @@ BAD_FILES: list[tuple[str, Callable[[Path], object], str, str]] = [
     ),
     ("one.json", text_file('{\n "prompt": "a"\n}'), "holds one object with 'prompt'", "belongs in a .jsonl file"),
     ("text.json", text_file('"abc"'), "holds one str, not rows", "write a list of objects"),
+    ("list.jsonl", text_file('[\n {"a": 1},\n {"a": 2}\n]'), "holds a list over several lines", "name it list.json"),
     (
         "cut.jsonl.gz",
         lambda path: path.write_bytes(gzip.compress(b'{"a": 1}' * 99)[:-20]),

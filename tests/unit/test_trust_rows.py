@@ -160,6 +160,18 @@ def test_half_a_surrogate_pair_is_named_with_all_other_bad_rows(
     assert "repair the text, or leave the row out" in lines[0]
 
 
+def test_a_kept_fault_is_not_that_of_another_row(tmp_path: Path, renderer: Renderer):
+    fields = {"cache_dir": str(tmp_path / "kept"), "chat_template": "plain"}
+    (tmp_path / "rows").mkdir()
+    said = [
+        refusal(renderer, write_jsonl(tmp_path / "rows" / "a.jsonl", [row]), "rl", **fields)[1].partition("row 1: ")[2][
+            :9
+        ]
+        for row in ("{broken", '{"prompt": NaN}', {})
+    ]
+    assert said == ["not JSON:", "NaN is no", "there is "]
+
+
 def test_rows_that_could_not_be_read_keep_their_place_among_processes(
     tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
@@ -324,3 +336,41 @@ def test_a_ground_truth_that_no_response_equals_is_refused(
     head, line = refusal(renderer, str(tmp_path / "a.parquet"), "rl")
     assert head.startswith("1 of 2") and said in line and " row " in line
     assert "-- give text or a number" in line and "leave the row out" in line
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"reward_model": '{"style": "rule", "ground_truth": "2"}', "answer": "3"},
+            "'reward_model' is text that holds",
+        ),
+        ({"reward_model": "{'ground_truth': 2}"}, "'reward_model' is text that holds a mapping"),
+        ({"answer": "2", "extra_info": '{"index": 1}'}, "'extra_info' is a str"),
+        ({"answer": "2", "metadata": ["index"]}, "'metadata' is a list"),
+    ],
+)
+def test_mappings_as_text_are_refused(tmp_path: Path, renderer: Renderer, row: dict[str, Any], reason: str):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", **row}])
+    _, line = refusal(renderer, path, "rl")
+    assert line.startswith(f"  {path} row 2: {reason}") and "mapping" in line.partition(" -- ")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "cure"),
+    [
+        ('[{"name": "f", "name": "g"}]', "'name' stands twice in one object", "keep one"),
+        (r'[{"name": "\ud83d"}]', "[0].name is not valid Unicode at character 1", "repair the text"),
+        ('[{"name": "f", "n": NaN}]', "NaN is no value of JSON", "write null, or leave the key out"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_json_text_in_a_column_is_read_as_strictly_as_a_file(
+    tmp_path: Path, renderer: Renderer, kind: str, text: str, reason: str, cure: str
+):
+    row = {"prompt": [USER], "response": "a"}
+    path = write_jsonl(tmp_path / "a.jsonl", [row, {**row, "tools": text}])
+    _, line = refusal(renderer, path, kind)
+    assert (
+        line.startswith(f"  {path} row 2: in the JSON text of 'tools': {reason}") and cure in line.partition(" -- ")[2]
+    )
