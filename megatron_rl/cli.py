@@ -22,6 +22,7 @@ from megatron_rl.config.keys import as_markdown, find_keys, near_words
 from megatron_rl.config.keys import as_text as list_of_keys
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
+from megatron_rl.config.reader import NoEffect
 from megatron_rl.config.run import Verb
 from megatron_rl.errors import ConfigError, Fault, MegatronRLError
 from megatron_rl.observe.versions import versions_line
@@ -210,10 +211,14 @@ def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     print("\n".join(f"  {line}" for line in dump_yaml(cfg, only_changed=not options.all).splitlines()))
     print(f"\nbatch arithmetic\n{format_table(batch)}")
     print(f"\nlayout\n{format_table(layout)}")
+    _print_idle(idle)
+    return 0
+
+
+def _print_idle(idle: list[NoEffect]) -> None:
     if idle:
         print("\nchanged, and without effect in this run")
         print("\n".join(f"  {setting}" for setting in idle))
-    return 0
 
 
 def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, Any]]) -> dict[str, Any]:
@@ -271,6 +276,7 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     from megatron_rl import trainers
 
     _print_mapping(resolved)
+    _print_idle(idle_settings(resolved.config))
     trainers.run(resolved.config)
     return 0
 

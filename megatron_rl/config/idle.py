@@ -81,6 +81,9 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
             (f"actor.optim.{key}", "lr_scheduler is constant: the rate does not decay")
             for key in ("min_lr_ratio", "lr_decay_steps")
         )
+    for name, optim in (("actor", cfg.actor.optim), ("critic", cfg.critic.optim)):
+        if optim.lr_warmup_steps:
+            yield f"{name}.optim.lr_warmup_steps_ratio", "lr_warmup_steps decides"
     if not cfg.actor.overlap_grad_reduce:
         yield "actor.overlap_bucket_size", "actor.overlap_grad_reduce is off"
     if cfg.dp_size * cfg.actor.cp == 1:

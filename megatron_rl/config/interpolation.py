@@ -46,7 +46,8 @@ def resolve_all(entries: list[Entry]) -> tuple[list[Entry], list[Fault]]:
     faults: list[Fault] = []
     last = {entry.key: entry for entry in entries}
     for entry in entries:
-        if last[entry.key] is not entry or not _holds(entry.value):
+        # Hydra's list of defaults names files; its own interpolations are Hydra's.
+        if last[entry.key] is not entry or not _holds(entry.value) or entry.key == "defaults":
             found.append(entry)
             continue
         try:

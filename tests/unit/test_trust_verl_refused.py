@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rl.config.load import resolve
+from megatron_rl.config.load import resolve, run_schema
+from megatron_rl.config.reader import Entry
+from megatron_rl.config.verl import known_keys, rules, training, translate
 from megatron_rl.errors import ConfigError, Fault
 from tests.unit.config_helpers import make_model, write
 
@@ -126,10 +129,31 @@ def test_verls_default_of_the_same_keys_is_no_fault(override: str, tmp_path: Pat
     assert fault.key == "rollout.tp"
 
 
+ODD: list[Any] = [["a"], {}, "x", "", -1, 0, True, 1e300, None, "???"]
+
+
+def lost(entries: list[Entry]) -> set[str]:
+    """Keys of which the translation says nothing."""
+    found = translate(entries, run_schema())
+    told = {one.verl_key for one in found.mapped} | {one.key for one in (*found.accepted, *found.differs)}
+    told |= {fault.key for fault in found.faults} | {one.key for one in found.entries}
+    switched_off = {"profiler", "multi_turn", "qat", "mtp", "lora"}
+    return {entry.key for entry in entries if entry.key not in told and not switched_off & set(entry.key.split("."))}
+
+
+@pytest.mark.parametrize("value", ODD, ids=str)
+def test_no_odd_value_of_a_known_key_is_a_crash_or_is_lost(value: Any) -> None:
+    assert not lost([Entry(key, value, "in x.yaml:1", 0) for key in known_keys()])
+    names = ("data.max_length", "engine", "optim", "data.prompt_dict_keys", "data.truncation", "trainer.save_freq")
+    assert not lost([Entry(name, value, "in x.yaml:1", 0) for name in names])
+    for key in (*rules.KEYS, *training.KEYS):
+        entries = [Entry(f"{R}n", 4, "", 0), Entry(key, value, "in x.yaml:1", 0)]
+        assert not lost(entries), key
+
+
 SFT = [
     (["data.truncation=left"], "data.truncation", "at their end", "write right or error"),
     (["data.max_length=none"], "data.max_length", "no number of tokens", "whole number"),
-    (["data.tools_key=functions"], "data.tools_key", "another column", "name the column tools"),
     (["engine=deepspeed"], "engine", "another training backend", "write megatron"),
     (["trainer.save_freq=after_each_epoch"], "trainer.save_freq", "after each epoch", "number of steps"),
     (["optim.optimizer=sgd"], "optim.optimizer", "another optimizer", "write adam"),

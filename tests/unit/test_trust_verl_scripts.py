@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_rl.config.idle import idle_settings
 from megatron_rl.config.load import Resolved, resolve
 from megatron_rl.config.verl import rules
 from tests.unit.config_helpers import make_model, write
@@ -298,7 +300,9 @@ SFT_NEW = [
     "data.truncation=error",
     "data.use_dynamic_bsz=True",
     "data.max_token_len_per_gpu=8192",
-    "data.messages_key=messages",
+    "data.messages_key=turns",
+    "data.tools_key=functions",
+    "data.enable_thinking_key=thinks",
     "engine=megatron",
     "optim=megatron",
     "optim.lr=2e-5",
@@ -339,6 +343,7 @@ def test_verls_newer_sft_arguments_are_read(tmp_path: Path) -> None:
     args = [f"data.train_files={rows}", f"model.path={model}", *SFT_NEW, "trainer.n_gpus_per_node=2"]
     resolved = resolve([], [*args, f"data.val_files={rows}"])
     cfg, actor = resolved.config, resolved.config.actor
+    assert (cfg.data.messages_key, cfg.data.tools_key, cfg.data.enable_thinking_key) == ("turns", "functions", "thinks")
     assert (cfg.algorithm.name, cfg.max_sequence_length, actor.max_tokens_per_gpu) == ("sft", 2048, 8192)
     assert (actor.tp, actor.sequence_parallel, actor.recompute, cfg.world_size) == (2, True, "full", 2)
     optim = actor.optim
@@ -355,3 +360,22 @@ def test_a_config_of_ours_with_one_wrong_key_is_not_taken_for_verls(tmp_path: Pa
     rows, model = write(tmp_path / "t.jsonl", ""), make_model(tmp_path / "model")
     with pytest.raises(Exception, match=r"optim\.lr.*did you mean actor\.optim\.lr"):
         resolve([], [f"data.train_files={rows}", f"model.path={model}", "rollout.n=4", "optim.lr=1e-5"])
+
+
+def test_a_key_that_this_run_does_not_read_is_listed(tmp_path: Path) -> None:
+    """R5"""
+    args = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{A}kl_loss_coef=0.5", "actor.optim.lr_warmup_steps_ratio=0.1"]
+    resolved = resolve([], [*data(tmp_path, "qwen3"), *args, f"{A}optim.lr_warmup_steps=2"])
+    found = {one.key: one.why for one in idle_settings(resolved.config)}
+    assert "use_kl_loss is off" in found["actor.kl_loss_coef"]
+    assert found["actor.optim.lr_warmup_steps_ratio"] == "lr_warmup_steps decides"
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_a_config_that_begins_from_verls_own_gets_its_defaults(name: str, tmp_path: Path) -> None:
+    rest = {"algorithm": {"adv_estimator": "grpo"}, "trainer": {"total_epochs": 2}}
+    text = json.dumps({"hydra": {"searchpath": ["file://x"]}, "defaults": [name, "_self_"], **rest})
+    more = [f"{R}n=4", f"{A}ppo_max_token_len_per_gpu=24576"]
+    cfg = resolve([write(tmp_path / "mine.yaml", text)], [*data(tmp_path, "qwen3"), *more]).config
+    assert (cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size, cfg.trainer.total_epochs) == (1024, 256, 2)
+    assert cfg.actor.recompute == ("none" if "megatron" in name else "full")

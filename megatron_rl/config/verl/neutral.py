@@ -495,7 +495,6 @@ GROUPS: dict[str, Group] = {
     **{part + name: Group(_BACKEND) for part in (*_TRAINING, CRITIC + "model.") for name in _BACKEND_SECTIONS},
     MODEL + "fsdp_config.": Group(_BACKEND),
     **{f"{part}profiler.": _PROFILER for part in (ACTOR, REF, CRITIC, ROLLOUT, "reward_model.", "")},
-    **{f"{part}profiler": _PROFILER for part in (ACTOR, REF, CRITIC, ROLLOUT, "reward_model.", "")},
     "global_profiler.": Group("no profiler runs", ("steps",), lacks="a profiler"),
     **{f"{part}mtp.": _MTP for part in (MODEL, CRITIC + "model.", ROLLOUT)},
     **{

@@ -23,11 +23,12 @@ def overlong(work: Work) -> None:
     if work.value(filters):
         policy = "filter"
     else:
-        policy = {"error": "error", "left": "truncate"}.get(work.value(truncation, "error"))
+        policy = {"error": "error", "None": "error", "left": "truncate"}.get(str(work.value(truncation, "error")))
     if policy is None:
         reason = "prompts are cut at their start here (verl's left), so that the end is kept"
         work.refuse(truncation, reason, f"write left or error, or {filters}=true")
-        work.done.update(entry.key for entry in given)
+        if filters in work.latest:
+            work.accept(filters, "off: data.truncation decides")
         return
     for entry in given:
         work.place(entry, "data.overlong_prompts", policy)
@@ -79,7 +80,7 @@ def correction(work: Work) -> None:
         value = work.value(mode)
         if kind == "is":
             work.place(work.latest[mode], mode, "icepop" if ranged and value == "token" else value)
-        elif value is None or value in keys.REJECT:
+        elif value is None or (isinstance(value, str) and value in keys.REJECT):
             work.place(work.latest[mode], mode, None if value is None else keys.REJECT[value])
         else:
             work.refuse(mode, "is not offered here", f"choices: {', '.join(keys.REJECT)}")
@@ -98,7 +99,7 @@ def lengths(work: Work) -> None:
             work.refuse(ROLLOUT + key, f"differs from {ours}, which decides", "remove it")
 
 
-_TRAINERS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "_self_")
+_TRAINERS = ("ppo_trainer", "ppo_megatron_trainer", "legacy_reward_impl", "sft_trainer", "sft_trainer_engine", "_self_")
 _COMPONENTS = (
     *("actor", "critic", "ref", "data", "rollout", "model", "engine", "optim", "reward", "reward_model", "profiler"),
     *("reward_manager", "algorithm", "distillation", "transfer_queue", "npu_profile", "model_engine"),
@@ -127,12 +128,18 @@ def hydra_defaults(work: Work) -> None:
         work.accept(key, "verl's own files: where they differ from this package, verl's values hold")
 
 
+def names_a_trainer(value: Any) -> bool:
+    """A list of defaults that begins from one of verl's own configs."""
+    return any(name in _TRAINERS[:2] for name in cast("list[Any]", value)) if isinstance(value, list) else False
+
+
 def _is_verls(item: Any) -> bool:
     if isinstance(item, str):
         return item.lstrip("/").split("@")[0] in (*_TRAINERS, *_COMPONENTS)
     if isinstance(item, dict):
         groups = [str(group).split("@")[0] for group in cast("dict[Any, Any]", item)]
-        return all(group.removeprefix("optional ").strip("./").split("/")[0] in _COMPONENTS for group in groups)
+        bare = [group.removeprefix("optional ").removeprefix("override ").strip("./") for group in groups]
+        return all(group.split("/")[0] in _COMPONENTS for group in bare)
     return item is None
 
 
@@ -143,7 +150,7 @@ def engine(work: Work) -> None:
     if value in (None, "???"):
         if name in work.latest:
             work.accept(name, "not given")
-    elif value in _ENGINES_ELSEWHERE:
+    elif isinstance(value, str) and value in _ENGINES_ELSEWHERE:
         work.refuse(name, f"asks for the engine {_ENGINES_ELSEWHERE[value]}, which is not offered", "write vllm, or hf")
     else:
         work.place(work.latest[name], "rollout.name", value)

@@ -72,7 +72,7 @@ def _rl_name(key: str, megatron: bool) -> str:
     if key in _NAMES:
         return _NAMES[key]
     section, _, rest = key.partition(".")
-    if not rest or (section == "model" and rest in ("init", "dtype")):
+    if not rest or (section == "model" and rest in ("init", "dtype", "eos_token")):
         return key
     engine = ACTOR + ("megatron." if megatron else "fsdp_config.")
     return {"engine": engine, "optim": ACTOR + "optim.", "model": MODEL}.get(section, section + ".") + rest
@@ -126,7 +126,7 @@ def _length(work: Work) -> None:
         work.place(work.latest[key], "data.max_response_length", length - length // 2, note=note)
     elif key in work.latest:
         work.refuse(key, "is no number of tokens", "give a whole number above 1")
-    policy = {"error": "error", "right": "truncate", None: "error"}.get(work.value(cut, "error"))
+    policy = {"error": "error", "right": "truncate", "None": "error"}.get(str(work.value(cut, "error")))
     if cut in work.latest and policy is None:
         work.refuse(cut, "long rows are cut at their end here (verl's right)", "write right or error")
     elif cut in work.latest:
@@ -143,10 +143,9 @@ def _columns(work: Work) -> None:
         work.accept("data.multiturn.enable", "rows of messages are recognised by their column")
     for kind in ("tools", "enable_thinking"):
         for key in (f"data.{kind}_key", f"data.multiturn.{kind}_key"):
-            if key in work.latest and work.value(key) in (None, kind):
-                work.accept(key, f"the column {kind}, as here")
-            elif key in work.latest:
-                work.refuse(key, f"asks for another column of {kind}", f"name the column {kind}")
+            if work.value(key) is None or (key.startswith("data.multiturn.") and not turns):
+                continue
+            work.place(work.latest[key], f"data.{kind}_key", work.value(key))
     key = "data.enable_thinking_default"
     if key in work.latest and work.value(key) in (None, "none"):
         work.accept(key, "not given")

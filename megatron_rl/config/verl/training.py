@@ -237,7 +237,7 @@ _ALWAYS_BY_SEQUENCE = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-me
 def losses(work: Work) -> None:
     """How verl's losses become one number, and their clipping ranges, which have defaults of their own."""
     mode, key = work.value(ACTOR + "policy_loss.loss_mode", "vanilla"), ACTOR + "loss_agg_mode"
-    fixed = _ALWAYS_BY_SEQUENCE.get(mode)
+    fixed = _ALWAYS_BY_SEQUENCE.get(mode) if isinstance(mode, str) else None
     if fixed is not None and "actor.loss_agg_mode" not in work.latest:
         same = work.value(key) == fixed
         note = "" if same else f"verl aggregates {mode} so, whatever loss_agg_mode says"

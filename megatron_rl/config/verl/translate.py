@@ -19,9 +19,12 @@ from megatron_rl.config.verl.work import DEFAULT, Mapped, Translation, Work
 
 
 def is_verl(entries: Iterable[Entry]) -> bool:
-    """Some key lies under actor_rollout_ref, or the keys are those of verl's SFT trainer."""
-    names = [entry.key for entry in entries]
-    return any(name.partition(".")[0] == "actor_rollout_ref" for name in names) or sft.is_sft(names)
+    """A key lies under actor_rollout_ref, a list of defaults names verl's own, or the keys are of its SFT trainer."""
+    found = list(entries)
+    names = [entry.key for entry in found]
+    if any(name.partition(".")[0] == "actor_rollout_ref" for name in names) or sft.is_sft(names):
+        return True
+    return any(entry.key == "defaults" and rules.names_a_trainer(entry.value) for entry in found)
 
 
 def translate(entries: Iterable[Entry], schema: Schema) -> Translation:
