@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample, shown
 from megatron_rl.rewards.compose import Results, score_by_source
 from megatron_rl.rewards.pool import FailureLimit, RewardPool, Rule, TooManyFailed
-from megatron_rl.rewards.truths import refuse_unscorable
+from megatron_rl.rewards.truths import refuse_unscorable, source_notes
 
 ModelFn = Callable[[Sequence[RewardSample]], Results]
 """Scores samples by a model: a result each."""
@@ -100,6 +100,10 @@ class RewardScorer:
         Raises DataError where a data source has no reward, or a built-in reward cannot use a ground truth: all of them.
         """
         refuse_unscorable(self.plan.default, self.plan.by_source, samples, self.cfg.function)
+
+    def notes(self, samples: Sequence[RewardSample]) -> list[str]:
+        """By which rule each data source is scored, where reward.function does not say it; a line each."""
+        return source_notes(self.plan.default, self.plan.by_source, samples)
 
     def preflight(self, samples: Sequence[RewardSample]) -> None:
         """Score one sample of each data source before the run starts.

@@ -95,6 +95,19 @@ def refuse_unscorable(
         raise DataError("\n".join(lines))
 
 
+def source_notes(default: Term, by_source: Mapping[str, Term], samples: Sequence[RewardSample]) -> list[str]:
+    """A line for each data source that is scored by a rule which reward.function does not name, in order of rows."""
+    notes: dict[str, None] = {}
+    for sample in samples:
+        asked = _asked(by_source.get(sample.data_source, default), sample)[0]
+        chosen = [reward for reward in asked if reward.spec in ("data_source", "default")]
+        if chosen and sample.has_source:
+            notes[f"{sample.data_source} is scored by verl's rule for it ({rule_of(sample.data_source)})"] = None
+        elif chosen:
+            notes[f"rows of {sample.data_source} name no data_source, and are scored by exact_match"] = None
+    return list(notes)
+
+
 def source_faults(term: Term, key: str, samples: Sequence[RewardSample]) -> list[str]:
     """Data sources that the composition scores by verl's rules, and that verl has none for; rows without a source that
     nothing else scores. `key`: where the composition stands.

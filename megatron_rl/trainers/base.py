@@ -10,6 +10,7 @@ import functools
 import operator
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -361,7 +362,11 @@ class RlTrainer:
     def data_summary(self) -> dict[str, PromptSet]:
         """What was read, for the run's first lines."""
         sets = {"train": self.train_set, "val": self.val_set}
-        return {name: prompts for name, prompts in sets.items() if prompts is not None}
+        return {
+            name: replace(prompts, notes=(*prompts.notes, *self.rewards.notes(prompts.prompts)))
+            for name, prompts in sets.items()
+            if prompts is not None
+        }
 
 
 def sample_record(group: RolloutGroup, rollout: Rollout, result: RewardResult) -> dict[str, Any]:

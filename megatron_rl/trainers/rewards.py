@@ -19,6 +19,8 @@ from megatron_rl.types import Prompt, Rollout, RolloutGroup
 from megatron_rl.workers.judge import JudgePlan, JudgeWorker
 from megatron_rl.workers.reward_model import RewardModelPlan, RewardModelWorker, same_rendering
 
+_EMPTY = Rollout((), (), "stop", "")
+
 
 class RunRewards:
     """Scores the groups of a run. Close it before the policy: on one Ray, the last to leave shuts it down."""
@@ -36,10 +38,13 @@ class RunRewards:
         Raises DataError naming data sources and rows that cannot be scored, RewardError where a reward cannot be loaded
         or fails.
         """
-        empty = Rollout((), (), "stop", "")
-        samples = [reward_sample(prompt, empty) for prompt in prompts]
+        samples = [reward_sample(prompt, _EMPTY) for prompt in prompts]
         self._scorer.check_rows(samples)
         self._scorer.preflight(samples)
+
+    def notes(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+        """By which rule the prompts' data sources are scored, where reward.function does not say it; a line each."""
+        return tuple(self._scorer.notes([reward_sample(prompt, _EMPTY) for prompt in prompts]))
 
     def start_models(self) -> None:
         """Start the workers of the models that rewards name, after the policy's: what those need comes first."""

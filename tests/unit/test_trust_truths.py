@@ -10,10 +10,15 @@ import pytest
 
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.reward_checks import plan_rewards
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.render import Renderer
 from megatron_rl.errors import DataError
 from megatron_rl.rewards.base import RewardSample
 from megatron_rl.rewards.scorer import RewardScorer
 from megatron_rl.rewards.truths import refuse_unscorable
+from megatron_rl.trainers.rewards import RunRewards
+from tests.unit.config_helpers import load
+from tests.unit.data_helpers import quickstart
 
 
 def faults_of(samples: list[RewardSample], function: str, **by_source: str) -> str:
@@ -148,3 +153,44 @@ def test_a_scorer_refuses_before_it_scores(tmp_path: Path):
     with RewardScorer(cfg) as scorer, pytest.raises(DataError, match=r"1 of 2 rows .*\n  d\.jsonl row 1: .* no number"):
         scorer.check_rows([row("x"), row("9", "mine")])
     assert not trace.exists()
+
+
+def test_the_first_lines_say_which_rule_scores_a_source_that_the_config_does_not_name():
+    samples = [row("7", "openai/gsm8k"), row("7", "openai/gsm8k"), row("7", "train", has_source=False), row("7", "own")]
+    cfg = RewardConfig(by_source={"own": "numeric"})
+    with RewardScorer(cfg) as scorer:
+        assert scorer.notes(samples) == [
+            "openai/gsm8k is scored by verl's rule for it (gsm8k)",
+            "rows of train name no data_source, and are scored by exact_match",
+        ]
+    with RewardScorer(RewardConfig(function="numeric")) as scorer:
+        assert scorer.notes(samples) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "said"),
+    [
+        ([{"data_source": "add2"}], [], ["no rule for the data source 'add2' (1 row", "rows.jsonl row 1", "by_source"]),
+        ([{"answer": "x"}, {}, {"answer": "y"}], ["reward.function=numeric"], ["2 of 3 rows", "row 1", "row 3"]),
+        ([{"data_source": "openai/gsm8k", "answer": "1,234"}], [], ["row 1", "no number of digits alone"]),
+        ([{"data_source": "taco", "answer": "{}"}], [], ["row 1", "no lists of one length"]),
+    ],
+)
+def test_a_run_is_refused_before_workers_start_and_writes_nothing(
+    tmp_path: Path, rows: list[dict[str, str]], settings: list[str], said: list[str]
+):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "4+5=", "answer": "9", **row}) + "\n" for row in rows))
+    cfg = load(tmp_path, *settings)
+    renderer = Renderer(tokenizer_path=str(quickstart() / "model"), chat_template="plain")
+    prompts = load_prompts(cfg.data, [str(data)], renderer).prompts
+    before = sorted(tmp_path.rglob("*"))
+    rewards = RunRewards(cfg)
+    try:
+        with pytest.raises(DataError) as error:
+            rewards.preflight(prompts)
+    finally:
+        rewards.close()
+    for part in said:
+        assert part in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
