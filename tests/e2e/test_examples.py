@@ -191,7 +191,8 @@ def test_what_a_readme_runs_trains_validates_and_saves(checkout: Path, example: 
         return
     assert [row["step"] for row in steps] == [1]
     (row,) = steps
-    assert row["mismatch/abs_max"] < 1e-3 if name != "dapo" else "mismatch/abs_max" not in row, "nothing was kept"
+    # All groups of the DAPO run are flat: it keeps nothing that it would compare.
+    assert row.get("mismatch/abs_max", 0.0 if name == "dapo" else 1.0) < 1e-3
     assert row["reward/failed"] == 0
     assert all("val/num_samples" in one for one in rows)
     assert (row.get("critic/updates", 0) > 0) == (name == "ppo")
