@@ -46,6 +46,7 @@ _TIDY = (
     (re.compile(r"(?<=[A-Za-z)\]}])\s*[\^_]\s*(?:\{\s*-?[0-9]+\s*\}|-?[0-9]+)"), ""),
     (re.compile(r"\b(?:[kcm]?m|in|ft|yd|mi)[23]\b"), "m"),
 )
+_SHORT = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -57,6 +58,9 @@ def final_number(text: str) -> Fraction | None:
 
 def only_number(text: str) -> Fraction | None:
     """The number that the text is, currency, per cent sign and white space aside; None where there is more or less."""
+    if _SHORT.fullmatch(text):
+        # Most ground truths, and many times faster.
+        return Fraction(text)
     tidy = re.sub(rf"{_CURRENCY}|\\?%", "", _tidy(text)).strip().lstrip("+")
     found = _NUMBER.fullmatch(tidy)
     return None if found is None or _is_two(found) else _value(found)
