@@ -18,12 +18,18 @@ _LOG_RATIO_CAP = 20.0
 def mismatch_metrics(train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> dict[str, float]:
     """Same weights, same tokens, two programs: [n] log-probabilities of each -> mean, p99, max of |difference|, and KL.
 
-    kl is E[log p_rollout - log p_train] over sampled tokens: an estimate of KL(rollout || train), the k1 form.
+    kl is E[log p_rollout - log p_train] over sampled tokens: an estimate of KL(rollout || train), the k1 form. Tokens
+    where either is not finite are counted in nonfinite_tokens, and left out of the others.
     """
     if not train_logprobs.numel():
         return {}
     gap = (rollout_logprobs - train_logprobs).double()
-    return {
+    finite = torch.isfinite(gap)
+    broken = {"mismatch/nonfinite_tokens": float((~finite).sum())}
+    gap = gap[finite]
+    if not gap.numel():
+        return broken
+    return broken | {
         "mismatch/abs_mean": float(gap.abs().mean()),
         "mismatch/abs_p99": float(gap.abs().kthvalue(max(1, int(gap.numel() * 0.99))).values),
         "mismatch/abs_max": float(gap.abs().max()),

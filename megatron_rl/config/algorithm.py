@@ -110,4 +110,10 @@ class AlgorithmConfig:
     """Leave responses that hit the length limit out of the loss (DAPO); their scores still count in the group."""
     overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    max_mismatch: PositiveFloat | None = 0.2
+    """Largest mean over sampled tokens of |log p of the engine - log p of the trainer|, in nats: a step above it warns,
+    and max_mismatch_steps of them in a row end the run. null turns it off. Both compute with the same weights: 1e-6 is
+    usual in float32, 0.002 to 0.05 in bfloat16."""
+    max_mismatch_steps: PositiveInt = 3
+    """Steps in a row above max_mismatch that end the run."""
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)

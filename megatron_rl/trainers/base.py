@@ -28,6 +28,7 @@ from megatron_rl.flow import Flow, Node
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers.kl_control import KlControl
+from megatron_rl.trainers.mismatch import MismatchGuard
 from megatron_rl.trainers.nonfinite import NonFiniteGuard
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.trainers.rewards import RunRewards, require_scores
@@ -74,6 +75,7 @@ class RlTrainer:
         self.version = 0
         self.kl_control = KlControl(cfg.algorithm.kl_ctrl)
         self.guard = NonFiniteGuard(cfg.trainer)
+        self.mismatch = MismatchGuard(cfg)
         self.rewards = RunRewards(cfg)
         try:
             self.rewards.preflight([*prompts, *(self.val_set.prompts if self.val_set else ())])
@@ -147,6 +149,14 @@ class RlTrainer:
         ranks = plan.passes()
         found = self.policy.logprobs(select_micro_batches(bare(batch), ranks), self.cfg.rollout.temperature)
         return collect_column(batch, ranks, [[columns["logprobs"] for columns in rank] for rank in found])
+
+    def left_out_logprobs(self, batch: TrainBatch, plan: BatchPlan, kept: Tensor) -> Tensor:
+        """[T] the policy's log-probabilities of sequences that its update leaves out, 0 elsewhere: an on-policy step
+        has no other pass over them, and engine and trainer are compared on all that was sampled (contract N8).
+        """
+        if self.needs_old_logprobs or bool(kept.all()):
+            return torch.zeros(batch.num_tokens)
+        return self.old_logprobs(batch, plan.keep(~kept))
 
     def ref_logprobs_node(self) -> Node:
         takes = {"batch": TrainBatch, "plan": BatchPlan}
@@ -265,7 +275,7 @@ class RlTrainer:
                 results = update(select_micro_batches(batch, ranks)) if _has_sequences(ranks) else []
                 for result in results[:1]:
                     self.guard.look(result.report, model, mini, ranks, rows)
-                    updates.append(result)
+                    updates.append(replace(result, memory_bytes=max(one.memory_bytes for one in results)))
                 found = [list(result.logprobs) for result in results] or [[torch.zeros(0)] * len(r) for r in ranks]
                 if epoch == 0:
                     parts = [have + new for have, new in zip(parts, found, strict=True)]

@@ -59,7 +59,8 @@ class GrpoTrainer(RlTrainer):
             Node(
                 "update",
                 self.update,
-                {"train_batch": TrainBatch, "train_plan": BatchPlan, "groups": list[RolloutGroup]},
+                {"train_batch": TrainBatch, "train_plan": BatchPlan, "groups": list[RolloutGroup]}
+                | {"plan": BatchPlan, "kept": Tensor},
                 {"updates": list[UpdateResult], "train_logprobs": Tensor},
                 "policy",
             ),
@@ -93,6 +94,7 @@ class GrpoTrainer(RlTrainer):
         """One step; returns its metrics (report.py reads them off the flow's values)."""
         values, busy = self.run_flow(step)
         metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
+        metrics |= self.mismatch.look(step, metrics)
         metrics |= report.group_metrics(values) | values.get("sampling", {}) | values["counts"]
         skips = self.guard.metrics({"policy": [update.report for update in values["updates"]]})
         return metrics | skips | self.kl_control.metrics()
@@ -155,9 +157,12 @@ class GrpoTrainer(RlTrainer):
         advantages = ADVANTAGES[algorithm.adv_estimator](replace(inputs, kept=~dropped))
         return self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
 
-    def update(self, train_batch: TrainBatch, train_plan: BatchPlan, groups: list[RolloutGroup]) -> dict[str, Any]:
+    def update(
+        self, train_batch: TrainBatch, train_plan: BatchPlan, groups: list[RolloutGroup], plan: BatchPlan, kept: Tensor
+    ) -> dict[str, Any]:
         """ppo_epochs passes over the mini-batches, an optimizer step each."""
         temperature = self.cfg.rollout.temperature
+        left_out = self.left_out_logprobs(train_batch, plan, kept)
         updates, logprobs = self.run_updates(
             train_batch,
             train_plan,
@@ -165,4 +170,4 @@ class GrpoTrainer(RlTrainer):
             lambda micros: self.policy.update(micros, temperature),
             sequence_names(groups),
         )
-        return {"updates": updates, "train_logprobs": logprobs}
+        return {"updates": updates, "train_logprobs": logprobs + left_out}

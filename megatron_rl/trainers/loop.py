@@ -140,6 +140,7 @@ class _Run:
         self._total = trainer.total_steps
         self._sinks = Sinks([])
         self._samples_fail = False
+        self._start, self._done = time.perf_counter(), 0
         self._saved: Path | None = None
         """The newest save, where it holds the weights of the last step."""
 
@@ -154,6 +155,7 @@ class _Run:
         self._begin()
         try:
             self._note_validation(0, {}, found)
+            self._start = time.perf_counter()
             with self._progress.bar("train", self._total, every_s=None) as advance:
                 for step in range(1, self._total + 1):
                     set_step(step)
@@ -192,6 +194,8 @@ class _Run:
         cfg, trainer = self._cfg, self._trainer
         self._saved = None
         metrics = trainer.train_step(step)
+        self._done += 1
+        metrics["perf/left_s"] = (time.perf_counter() - self._start) / self._done * (self._total - step)
         last = step == self._total or trainer.finished()
         if "console" in cfg.trainer.logger and _shown(cfg, step, last):
             self._progress.say(step_line(step, self._total, metrics))

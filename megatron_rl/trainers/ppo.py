@@ -76,6 +76,7 @@ class PpoTrainer(RlTrainer):
         updates = {"updates": list[UpdateResult], "train_logprobs": Tensor}
         rows = {"groups": list[RolloutGroup]}
         update_takes = {"train_batch": TrainBatch, "train_plan": BatchPlan, "step": int} | rows
+        update_takes |= {"plan": BatchPlan, "kept": Tensor}
         critic_takes = {"critic_batch": TrainBatch, "critic_plan": BatchPlan} | rows
         update_critic = Node(
             "update_critic", self.update_critic, critic_takes, {"critic_updates": list[UpdateResult]}, "critic"
@@ -103,6 +104,7 @@ class PpoTrainer(RlTrainer):
         """One step; returns its metrics (report.py reads them off the flow's values)."""
         values, busy = self.run_flow(step)
         metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
+        metrics |= self.mismatch.look(step, metrics)
         models = {"policy": "updates"} | ({} if self.shared else {"critic": "critic_updates"})
         skips = self.guard.metrics({name: [u.report for u in values[key]] for name, key in models.items()})
         return metrics | values["counts"] | report.critic_metrics(values) | skips | self.kl_control.metrics()
@@ -174,11 +176,18 @@ class PpoTrainer(RlTrainer):
         return self.run_updates(critic_batch, critic_plan, epochs, self.policy.update_critic, rows, "critic")[0]
 
     def update(
-        self, train_batch: TrainBatch, train_plan: BatchPlan, step: int, groups: list[RolloutGroup]
+        self,
+        train_batch: TrainBatch,
+        train_plan: BatchPlan,
+        step: int,
+        groups: list[RolloutGroup],
+        plan: BatchPlan,
+        kept: Tensor,
     ) -> dict[str, Any]:
         """ppo_epochs passes of the actor over its mini-batches; none while the critic warms up."""
         cfg = self.cfg
         epochs = 0 if step <= cfg.trainer.critic_warmup else cfg.actor.ppo_epochs
+        left_out = self.left_out_logprobs(train_batch, plan, kept)
         method = self.policy.update_both if self.shared else self.policy.update
         updates, logprobs = self.run_updates(
             train_batch,
@@ -187,7 +196,7 @@ class PpoTrainer(RlTrainer):
             lambda micros: method(micros, cfg.rollout.temperature),
             sequence_names(groups),
         )
-        return {"updates": updates, "train_logprobs": logprobs}
+        return {"updates": updates, "train_logprobs": logprobs + left_out}
 
     def save(self, path: str) -> None:
         """The actor in Hugging Face form, and the critic beside it, in a folder `critic`."""

@@ -37,13 +37,15 @@ def step_metrics(
     methods.
     """
     groups: list[RolloutGroup] = values["groups"]
-    batch, kept = values["batch"], values["kept"]
+    batch = values["batch"]
     metrics = reward_metrics(values["results"])
     metrics |= length_metrics(groups)
     metrics |= update_metrics([update.report for update in values["updates"]])
     metrics |= sum((update.offload for update in values["updates"]), OffloadReport()).metrics()
+    metrics |= memory_metrics([update.memory_bytes for update in values["updates"]])
     trainer_logprobs = values["train_logprobs"] if on_policy else values["old_logprobs"]
-    seen = batch.loss_mask & kept[batch.segment_ids()] if on_policy else batch.loss_mask
+    # All sequences: those that the update left out were looked at by a pass of their own.
+    seen = batch.loss_mask
     metrics |= mismatch_metrics(trainer_logprobs[seen], batch.columns["rollout_logprobs"][seen])
     if "ref_logprobs" in values and "kl/ref" not in metrics:
         gap = trainer_logprobs[seen] - values["ref_logprobs"][seen]
@@ -55,6 +57,11 @@ def step_metrics(
     passes = ("old_logprobs", "ref_logprobs", "both_heads", "values")
     metrics["perf/controller_s"] = wall - busy_s - _alone(timings, "reward", passes)
     return metrics
+
+
+def memory_metrics(peaks: Sequence[int]) -> dict[str, float]:
+    """memory/peak_gib: the most that a rank has held since it started, of the device (or of the process on a CPU)."""
+    return {"memory/peak_gib": max(peaks) / 2**30} if peaks else {}
 
 
 def group_metrics(values: Mapping[str, Any]) -> dict[str, float]:

@@ -72,6 +72,7 @@ class SftTrainer:
         if loss is not None:
             self.loss_ema = loss if self.loss_ema is None else _EMA * self.loss_ema + (1 - _EMA) * loss
         seconds = time.perf_counter() - start
+        metrics |= report.memory_metrics([result.memory_bytes for result in results])
         metrics |= self.guard.metrics({"policy": [results[0].report]})
         metrics |= {} if self.loss_ema is None else {"sft/loss_ema": self.loss_ema}
         metrics |= {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import resource
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,15 +44,23 @@ class PolicyPlan:
     """The rank of each engine slot: slot s is tensor-parallel rank s % tp of engine s // tp."""
 
 
+def peak_memory() -> int:
+    """Most bytes that this process has held: of its device, or of the machine's memory where it computes on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """One optimizer step. logprobs: per micro-batch [T] float32 of the policy before the update, 0 off the mask.
-    offload: what this rank moved since the update before.
+    offload: what this rank moved since the update before. memory_bytes: see peak_memory, of this rank.
     """
 
     report: StepReport
     logprobs: tuple[torch.Tensor, ...]
     offload: OffloadReport = field(default_factory=OffloadReport)
+    memory_bytes: int = field(default_factory=peak_memory)
 
 
 _NOISE = (
