@@ -161,6 +161,8 @@ def _built(cls: type, kwargs: dict[str, Any], head: str) -> BatchRewardFn:
         raise RewardError(
             f"{head} is a class that cannot be built with reward.kwargs {kwargs} ({error}) -- make them agree"
         ) from error
+    except Exception as error:  # as while importing: code of the user's
+        raise RewardError(f"{head} is a class whose __init__ fails ({type(error).__name__}: {error})") from error
 
 
 def _from_verl(function: Callable[..., object], passed: tuple[str, ...], kwargs: dict[str, Any]) -> RewardFn:

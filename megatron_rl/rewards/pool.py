@@ -131,6 +131,26 @@ class _Call:
         return slow if slow < timeout_s else FOREVER
 
 
+def _start_process(mark: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """(our end of its socket, a process that serves rewards). Raises OSError where the system refuses one."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            # The same search path as here, so that the reward's module is found where the controller finds it.
+            start = f"from megatron_rl.rewards.worker import main; main({theirs.fileno()})"
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, MARK: mark},
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return ours, process
+
+
 class RewardPool:
     """`num_workers` processes that score samples.
 
@@ -253,17 +273,13 @@ class RewardPool:
     def _start(self) -> None:
         mark = f"{self._mark}{self._num_started}."
         self._num_started += 1
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # The same search path as here, so that the reward's module is found where the controller finds it.
-            start = f"from megatron_rl.rewards.worker import main; main({theirs.fileno()})"
-            process = subprocess.Popen(
-                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, MARK: mark},
-            )
+        try:
+            ours, process = _start_process(mark)
+        except OSError as error:
+            raise RewardError(
+                f"reward process {len(self._workers) + 1} of reward.num_workers {self._num_workers} cannot be started "
+                f"({error}) -- lower reward.num_workers, or raise the system's limit of processes and open files"
+            ) from error
         worker = _Worker(process, Channel(ours.detach()), mark, time.monotonic() + self._start_timeout_s)
         self._workers.append(worker)
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)

@@ -348,3 +348,29 @@ def test_hanging_samples_run_out_of_time_side_by_side(tmp_path: Path):
         scorer.score_or_stop([sample(str(number)) for number in range(200)])
     # Two at a time, 21 samples of 3 s are 33 s.
     assert time.monotonic() - start < 26.0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise RuntimeError('no')\n", r"does not import \(RuntimeError: no, line 1\)"),
+        ("import sys\nsys.exit(4)\n", r"its process died while loading it \(exit status 4\)"),
+        ("import os\nos.abort()\n", r"died while loading it \(signal 6"),
+        ("def other(sample):\n    return 1\n", "has no 'f'"),
+        (
+            "class f:\n    def __init__(self):\n        raise ValueError('x')\n    def __call__(self, s): ...\n",
+            "ValueError",
+        ),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_one_line(tmp_path: Path, code: str, reason: str):
+    folder = write(tmp_path, mine=code)
+    with RewardPool(f"{folder}/mine.py:f", num_workers=2) as pool, pytest.raises(RewardError, match=reason) as error:
+        pool.preflight(sample())
+    assert not marked(pool.mark) and "\n" not in str(error.value) and "mine.py:f" in str(error.value)
+
+
+def test_processes_that_the_system_refuses_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.executable", str(tmp_path / "no_python"))
+    with pytest.raises(RewardError, match=r"reward process 1 of reward.num_workers 3 cannot be started .* -- lower"):
+        RewardPool("exact_match", num_workers=3)
