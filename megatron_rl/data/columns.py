@@ -4,7 +4,7 @@ To the template (TemplateInputs):
     tools                  data.tools_key: a list of mappings, one mapping, or JSON text of either; else metadata.tools
     enable_thinking        data.enable_thinking_key: true or false
     chat_template_kwargs   a mapping of the template's keywords, or JSON text of one; or apply_chat_template_kwargs
-    system                 a system message before the others; or system_prompt
+    system                 a system message before the others; or system_prompt, system_message
 Refused are columns whose content changes what the model should be given or trained on, and that cannot be used.
 Every other column is counted, for the run's first lines. Empty values say nothing, since parquet pads columns.
 No torch and no tokenizer here.
@@ -28,7 +28,7 @@ CONVERSATION_KEY = "conversations"
 COMPLETION_KEY = "completion"
 """TRL's name of the response, read where a row has no response."""
 KEYWORD_COLUMNS = ("chat_template_kwargs", "apply_chat_template_kwargs")
-SYSTEM_COLUMNS = ("system", "system_prompt")
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 HARMLESS = ("ability", "index", "split")
 """Columns of verl's rows that say where a row comes from."""
 ROW_MASKS = (
@@ -98,8 +98,9 @@ def template_inputs(cfg: DataConfig, values: dict[str, Any]) -> TemplateInputs:
     tools_column = _tools_column(cfg, values)
     tools = _tools(find_value(values, tools_column), tools_column) if tools_column else None
     given = [name for name in SYSTEM_COLUMNS if _given(values.get(name))]
-    if len(given) > 1 and values[given[0]] != values[given[1]]:
-        raise BadRow(f"there are {given[0]!r} and {given[1]!r}, and they differ -- keep one of the two")
+    other = next((name for name in given if values[name] != values[given[0]]), None)
+    if other is not None:
+        raise BadRow(f"there are {given[0]!r} and {other!r}, and they differ -- keep one of the two")
     system = values[given[0]] if given else None
     if system is not None and not isinstance(system, str):
         raise BadRow(f"{given[0]!r} is {short(system)} -- give a string")

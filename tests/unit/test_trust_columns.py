@@ -195,7 +195,7 @@ def test_sft_masks_are_right_with_tools_and_keywords(tmp_path: Path, thinking: R
     assert list(found.samples[0].token_ids) == tokenizer.apply_chat_template(row["messages"], **keywords)
 
 
-@pytest.mark.parametrize("column", ["system", "system_prompt"])
+@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
 def test_a_system_column_becomes_a_system_message(tmp_path: Path, renderer: Renderer, column: str):
     first = "<|im_start|>system\nOne word.<|im_end|>\n"
     path = tmp_path / "a.jsonl"

@@ -344,6 +344,9 @@ class Steps:
     def finished(self) -> bool:
         return False
 
+    def validation_rows(self) -> list[dict[str, Any]]:
+        return []
+
     def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
         return [{"prompt": "1+1=", "response": "2"}]
 
