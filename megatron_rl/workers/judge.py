@@ -47,6 +47,7 @@ class JudgeWorker:
             template_kwargs=cfg.apply_chat_template_kwargs,
             model_path=cfg.path,
         )
+        self._stop_ids, _ = self._renderer.stops(())
         self._pattern = re.compile(cfg.score_pattern, re.DOTALL)
         self._max_length = cfg.max_length or plan.shape.max_position_embeddings
         settings = EngineSettings(
@@ -95,7 +96,7 @@ class JudgeWorker:
             top_p=1.0,
             top_k=-1,
             max_tokens=self._cfg.max_tokens,
-            stop_token_ids=self._renderer.eos_token_ids,
+            stop_token_ids=self._stop_ids,
         )
         answers = self._engine.generate(requests, sampling) if requests else []
         for number, (answer,) in zip(asked, answers, strict=True):
