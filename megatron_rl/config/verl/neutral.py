@@ -1,7 +1,6 @@
 """verl's keys that have no counterpart here: which of their values change nothing, and what the others ask for.
 
-Tables only. A value that is verl's own default changes nothing; where verl means something by it that is done
-otherwise here, `differs` says so.
+Tables only. A value that is verl's own default changes nothing, or a rule says what is otherwise here.
 """
 
 from __future__ import annotations
@@ -29,16 +28,12 @@ _ROLLOUTS = "rollouts.jsonl in the run's folder has samples of every step (train
 
 @dataclass(frozen=True)
 class Verdict:
-    """values: those that change nothing; None is all. lacks: what other values ask for. cure: what to do about them.
-
-    differs: what verl means by an accepted value and is otherwise here; "" where nothing is.
-    """
+    """values: those that change nothing; None is all. lacks: what other values ask for. cure: what to do about them."""
 
     values: tuple[Any, ...] | None
     why: str = ""
     lacks: str = ""
     cure: str = ""
-    differs: str = ""
 
     def accepts(self, value: Any) -> bool:
         """`value` changes nothing here."""
@@ -53,9 +48,9 @@ def _unset(value: Any) -> bool:
     return value in (None, False, "", 0) or value == [] or value == {}
 
 
-def every(why: str, differs: str = "") -> Verdict:
+def every(why: str) -> Verdict:
     """All values change nothing."""
-    return Verdict(None, why, differs=differs)
+    return Verdict(None, why)
 
 
 def only(*values: Any, why: str = _OFF, lacks: str = "", cure: str = "") -> Verdict:
@@ -66,11 +61,6 @@ def only(*values: Any, why: str = _OFF, lacks: str = "", cure: str = "") -> Verd
 def off(lacks: str, cure: str = "") -> Verdict:
     """Null, false, 0 and nothing at all change nothing; others ask for what `lacks` names."""
     return Verdict((None,), _OFF, lacks, cure)
-
-
-def told(differs: str, *values: Any, lacks: str = "", cure: str = "") -> Verdict:
-    """These values (all where none is given) are accepted, and are otherwise here."""
-    return Verdict(values or None, "", lacks, cure, differs)
 
 
 def _at(prefixes: tuple[str, ...], block: Mapping[str, Verdict]) -> dict[str, Verdict]:
@@ -85,10 +75,10 @@ BACKEND = only(
     lacks="another training backend",
     cure="remove it: training runs through Megatron-Core",
 )
-OTHER_BACKEND = told(
-    "training runs through Megatron-Core: the same losses and updates; split models that do not fit with actor.tp or "
-    "actor.pp, as there is no FSDP",
+OTHER_BACKEND = only(
     *_BACKENDS,
+    why="training runs through Megatron-Core: the same losses and updates; split models that do not fit with actor.tp "
+    "or actor.pp, as there is no FSDP",
 )
 
 _DATA: dict[str, Verdict] = {
@@ -475,7 +465,6 @@ class Group:
     switches: tuple[str, ...] = ()
     off: tuple[Any, ...] = (None, False, 0, "", "disabled", "none")
     lacks: str = ""
-    differs: str = ""
 
 
 _BACKEND_SECTIONS = ("fsdp_config.", "fsdp.", "veomni.", "torchtitan.", "automodel.", "mindspeed.", "mindspeedllm.")

@@ -34,7 +34,7 @@ def backend(work: Work) -> None:
         elif not neutral.OTHER_BACKEND.accepts(value):
             work.refuse(key, f"asks for {neutral.BACKEND.lacks}, which is not offered", neutral.BACKEND.cure)
         elif key == ACTOR + "strategy" or ACTOR + "strategy" not in work.latest:
-            work.differ(key, neutral.OTHER_BACKEND.differs)
+            work.differ(key, neutral.OTHER_BACKEND.why)
         else:
             work.accept(key, "as the actor's")
 

@@ -116,8 +116,6 @@ def _judge(work: Work, key: str, verdict: neutral.Verdict) -> None:
         lacks = verdict.lacks or f"{value!r}"
         cure = verdict.cure or "remove it, or give the value that is verl's default"
         work.refuse(key, f"asks for {lacks}, which is not offered here", cure)
-    elif verdict.differs:
-        work.differ(key, verdict.differs)
     else:
         work.accept(key, verdict.why)
 
