@@ -27,6 +27,7 @@ from megatron_rl.data.columns import TemplateInputs
 from megatron_rl.data.conversation import ROLES, Message, check_messages, is_empty
 from megatron_rl.data.end_tokens import known_end_ids, named_end_ids
 from megatron_rl.data.files import BadRow
+from megatron_rl.data.formats import half_surrogates
 from megatron_rl.data.template import ChatTemplate
 from megatron_rl.errors import DataError, MissingDependency
 
@@ -148,7 +149,8 @@ class Renderer:
         except Exception as error:  # tokenizers raises bare Exception where it has no token for a character
             reason = (str(error) or "no reason given").splitlines()[0]
             failure = f"the tokenizer fails on the text ({type(error).__name__}: {reason})"
-            raise BadRow(f"{failure} -- repair the text, or leave the row out") from error
+            broken = half_surrogates(text, "the text")
+            raise BadRow(broken[0] if broken else f"{failure} -- repair the text, or leave the row out") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, by default without special tokens."""

@@ -160,6 +160,20 @@ def test_half_a_surrogate_pair_is_named_with_all_other_bad_rows(
     assert "repair the text, or leave the row out" in lines[0]
 
 
+def test_half_a_pair_that_a_template_writes_is_named(tmp_path: Path):
+    """The arguments of a call are JSON text, so the file itself holds no half pair."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    renderer = Renderer(str(chat_folder(tmp_path / "model", template=template)))
+    call = {"function": {"name": "f", "arguments": r'{"a": "\ud83d"}'}}
+    rows = [{"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER]}, {"prompt": [USER]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    _, line = refusal(renderer, path, "rl")
+    assert (
+        line.startswith(f"  {path} row 1: the text is not valid Unicode at character 3 (") and "repair the text" in line
+    )
+
+
 def test_a_kept_fault_is_not_that_of_another_row(tmp_path: Path, renderer: Renderer):
     fields = {"cache_dir": str(tmp_path / "kept"), "chat_template": "plain"}
     (tmp_path / "rows").mkdir()
