@@ -37,8 +37,8 @@ def test_a_name_of_the_users_own_stands_as_it_is(name: str, tmp_path: Path) -> N
     [
         ("data.mix_weights.gsm8k.train=3", lambda cfg: cfg.data.mix_weights == {"gsm8k.train": 3.0}),
         ("reward.by_source.org/numina-1.5=numeric", lambda cfg: cfg.reward.by_source == {"org/numina-1.5": "numeric"}),
-        ("rollout.engine_kwargs.a.b=1", lambda cfg: cfg.rollout.engine_kwargs == {"a": {"b": 1}}),
-        ('rollout.engine_kwargs."a.b"=1', lambda cfg: cfg.rollout.engine_kwargs == {"a.b": 1}),
+        ("data.apply_chat_template_kwargs.a.b=1", lambda cfg: cfg.data.apply_chat_template_kwargs == {"a": {"b": 1}}),
+        ('reward.kwargs."a.b"=1', lambda cfg: cfg.reward.kwargs == {"a.b": 1}),
         ('reward.kwargs."x.y"={z.w: 1}', lambda cfg: cfg.reward.kwargs == {"x.y": {"z.w": 1}}),
         (
             'data.apply_chat_template_kwargs."a.b"=true',
@@ -69,7 +69,7 @@ DOTTED = [
     ("rollout: {n: 2, n: 3}\n", "stands 2 times", "keep one"),
     ("data: {mix_weights: {a.b: 3, a.b: 4}}\n", "stands 2 times", "keep one"),
     ("data: {mix_weights: {a.b: 3, 'a.b': 4}}\n", "stands 2 times", "keep one"),
-    ("rollout: {engine_kwargs: {list: [{a: 1, a: 2}]}}\n", "stands 2 times", "keep one"),
+    ("data: {apply_chat_template_kwargs: {list: [{a: 1, a: 2}]}}\n", "stands 2 times", "keep one"),
     ("reward: {kwargs: {k: {x: 1, x: 1}}}\n", "stands 2 times", "keep one"),
 ]
 
@@ -130,7 +130,7 @@ def test_a_text_that_stands_for_too_much_is_refused_at_once(name: str, tmp_path:
 
 
 def test_a_value_on_the_command_line_has_the_same_bounds(tmp_path: Path) -> None:
-    fault = only_fault(tmp_path, "rollout.engine_kwargs.a=" + "[" * 3000)
+    fault = only_fault(tmp_path, "data.apply_chat_template_kwargs.a=" + "[" * 3000)
     assert "nested over 50 levels" in fault.reason and len(str(fault)) < 400
 
 
