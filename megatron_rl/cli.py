@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.cluster import stop
 from megatron_rl.config.arithmetic import Row, batch_table, format_table, layout_table
 from megatron_rl.config.foreign import foreign_arguments
 from megatron_rl.config.idle import idle_settings
@@ -49,10 +50,25 @@ LISTINGS = ("check", "keys", "plan", "--help", "--version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the process's exit code. Errors that are not the user's to mend are raised."""
+    """Run one verb; returns the process's exit code: 128 + its number for a signal that asked to end.
+
+    Errors that are not the user's to mend are raised.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments[0] if arguments else "--help"
     verb = {"-h": "--help", "help": "--help", "version": "--version"}.get(verb, verb)
+    try:
+        with stop.signals():
+            return _until_the_pipe_closes(verb, arguments)
+    except KeyboardInterrupt as interrupt:
+        number = stop.received()
+        if number is None:
+            raise
+        print(f"megatron-rl {verb}: {str(interrupt) or f'stopped by {number.name}'}", file=sys.stderr)
+        return stop.exit_code(number)
+
+
+def _until_the_pipe_closes(verb: str, arguments: list[str]) -> int:
     if verb not in LISTINGS:
         return _run(verb, arguments)
     try:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_rl.cluster import stop
 from megatron_rl.cluster.backend import Answer, close_worker, timed_call
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import free_port, rank_environment, worker_environment
@@ -30,7 +31,8 @@ class InlineBackend:
         os.environ.update(own)
         self._worker: Any = None
         try:
-            self._worker = worker_cls(0, 1, *worker_args)
+            with stop.handlers_kept():
+                self._worker = worker_cls(0, 1, *worker_args)
         except BaseException:
             self._restore()
             raise
@@ -43,7 +45,9 @@ class InlineBackend:
         if call is None:
             return [None]
         try:
-            return [timed_call(self._worker, method, call, keep[0])]
+            # Half a call would leave the worker, which is needed for the save, in an unknown state.
+            with stop.held():
+                return [timed_call(self._worker, method, call, keep[0])]
         except BaseException as error:
             error.add_note(f"on rank 0 in {type(self._worker).__name__}.{method}")
             raise

@@ -6,6 +6,7 @@ This module imports nothing heavy, so that environment variables are in place be
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -65,6 +66,8 @@ class RankHost:
         same.
         """
         os.environ.update(environment)
+        # A terminal's Ctrl-C reaches every process; it is the controller that ends the ranks, once they have saved.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not Path(folder).is_dir():
             raise ClusterError(
                 f"the controller's folder {folder} does not exist on node {os.uname().nodename} "

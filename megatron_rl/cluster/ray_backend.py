@@ -14,7 +14,7 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_rl.cluster import ray_runtime
+from megatron_rl.cluster import ray_runtime, stop
 from megatron_rl.cluster.backend import Answer
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import rank_environment, worker_environment
@@ -41,6 +41,8 @@ class RayBackend:
         self._group: PlacementGroup | None = None
         self._closing = False
         self._broken: str | None = None
+        self._unanswered: dict[ray.ObjectRef, int] = {}
+        """Calls whose wait was interrupted, and the rank of each."""
         self._last_call: str | None = None
         self._num_calls = 0
         ray_runtime.acquire(cluster, device)
@@ -67,6 +69,7 @@ class RayBackend:
         """
         if self._broken is not None:
             raise ClusterError(f"{self._name}.{method}: the workers cannot be called any more: {self._broken}")
+        self._settle(timeout_s)
         shipped = _ship(calls)
 
         def submit(rank: int) -> Any:
@@ -85,7 +88,7 @@ class RayBackend:
         self._closing = True
         error: BaseException | None = None
         try:
-            if graceful and self._broken is None:
+            if graceful and self._broken is None and not self._unanswered:
                 error = self._close_workers()
         finally:
             try:
@@ -168,11 +171,12 @@ class RayBackend:
         """Submit on each rank and wait. What leaves the ranks out of step with each other ends the group."""
         self._num_calls += 1
         where = f"{self._name}.{method}"
-        try:
-            outcome = wait_for_ranks({submit(rank): rank for rank in ranks}, timeout_s, lambda: self._closing)
-        except BaseException:  # Ctrl-C: the ranks are still at it, so `close` does not ask them to close first
-            self._broken = f"{where} was interrupted"
-            raise
+        # All ranks or none: one that is not called would leave the others waiting for it.
+        with stop.held():
+            refs = {submit(rank): rank for rank in ranks}
+            self._unanswered = refs
+        outcome = wait_for_ranks(refs, timeout_s, lambda: self._closing)
+        self._unanswered = {}
         if outcome.dead or outcome.late:
             self._broken = f"{where} left ranks {sorted([*outcome.dead, *outcome.late])} without an answer"
         if self._closing and (outcome.late or outcome.dead):
@@ -184,6 +188,17 @@ class RayBackend:
         if outcome.late:
             raise ClusterError(self._late_text(where, outcome, timeout_s, timeout_key))
         return outcome.answers
+
+    def _settle(self, timeout_s: float) -> None:
+        """Wait for the ranks that an interrupted call has left at work; what they answer is of no use any more."""
+        refs, self._unanswered = self._unanswered, {}
+        if not refs:
+            return
+        outcome = wait_for_ranks(refs, timeout_s, lambda: self._closing)
+        if outcome.dead or outcome.late:
+            lost = sorted([*outcome.dead, *outcome.late])
+            self._broken = f"an interrupted call left ranks {lost} without an answer"
+            raise ClusterError(f"{self._name}: {self._broken} within {timeout_s:g} s")
 
     def _late_text(self, where: str, outcome: Outcome, timeout_s: float, timeout_key: str) -> str:
         lines = [

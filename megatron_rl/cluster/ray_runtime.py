@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 
+from megatron_rl.cluster import janitor, stop
 from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.resources import Device
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
+
+ANSWER_S = 20.0
+"""Longest wait for an answer at cluster.ray_address."""
 
 _lock = threading.Lock()
 _users = 0
@@ -30,10 +37,12 @@ def acquire(cluster: ClusterConfig, device: Device) -> None:
         if _users == 0:
             _is_ours = not ray.is_initialized()
             if _is_ours:
+                folder = janitor.acquire()
                 try:
-                    _start(cluster, device)
+                    _start(cluster, device, str(folder))
                 except BaseException:
                     ray.shutdown()
+                    janitor.release()
                     raise
         _users += 1
 
@@ -47,7 +56,10 @@ def release() -> None:
         _users -= 1
         assert _users >= 0, "release without acquire"
         if _users == 0 and _is_ours:
-            ray.shutdown()
+            try:
+                ray.shutdown()
+            finally:
+                janitor.release()
 
 
 def require_free_port(port: int) -> None:
@@ -82,7 +94,41 @@ def read_stack(key: str) -> str | None:
     return None if stack is None else stack.decode()
 
 
-def _start(cluster: ClusterConfig, device: Device) -> None:
+def _require_answer(address: str) -> None:
+    """ClusterError within ANSWER_S where no Ray answers at host:port; ray.init would try for minutes.
+
+    Ray's own question is asked by a process of its own: the library ends the process that asks in vain.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and the like: ray.init looks on this machine, and knows at once
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
+            pass
+    except (OSError, OverflowError) as error:
+        raise _no_answer(address, str(error)) from error
+    question = (
+        "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)"
+    )
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", question, address], capture_output=True, text=True, timeout=ANSWER_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _no_answer(address, "what listens there does not answer as Ray") from error
+    if asked.returncode != 0:
+        lines = asked.stderr.strip().splitlines() or ["what listens there does not answer as Ray"]
+        raise _no_answer(address, lines[-1][:200])
+
+
+def _no_answer(address: str, reason: str) -> ClusterError:
+    return ClusterError(
+        f"cluster.ray_address: {address!r} -- no Ray cluster answers there ({reason}) "
+        "-- start one (`ray start --head`), or leave cluster.ray_address out for a local one"
+    )
+
+
+def _start(cluster: ClusterConfig, device: Device, folder: str) -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -91,13 +137,12 @@ def _start(cluster: ClusterConfig, device: Device) -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
     if cluster.ray_address is not None:
+        _require_answer(cluster.ray_address)
         try:
-            ray.init(address=cluster.ray_address, **quiet)
-        except ConnectionError as error:
-            raise ClusterError(
-                f"cluster.ray_address: {cluster.ray_address!r} -- no Ray cluster answers there ({error}) "
-                "-- start one (`ray start --head`), or leave cluster.ray_address out for a local one"
-            ) from error
+            with stop.unheard_by_children(), stop.handlers_kept():
+                ray.init(address=cluster.ray_address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise _no_answer(cluster.ray_address, str(error)) from error
         return
     before = os.environ.pop("RAY_GCS_SERVER_PORT", None)
     if cluster.ray_port:
@@ -107,7 +152,9 @@ def _start(cluster: ClusterConfig, device: Device) -> None:
     try:
         # Ranks have environments of their own, so workers that Ray starts ahead of time would only sit by.
         options = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
-        ray.init(address="local", num_gpus=0 if device == "cpu" else None, **options, **quiet)
+        options["_temp_dir"] = folder
+        with stop.unheard_by_children(), stop.handlers_kept():
+            ray.init(address="local", num_gpus=0 if device == "cpu" else None, **options, **quiet)
     finally:
         os.environ.pop("RAY_GCS_SERVER_PORT", None)
         if before is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LONGEST_SOCKET = 107
 """Bytes that Linux allows in the path of a Unix socket."""
-RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+RAY_SOCKET = "/rl-01234567/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Ray's longest socket below its temporary folder; process ids have at most seven digits."""
 LEAST_OPEN_FILES = 1024
 OPEN_FILES_OF_A_RANK = 128

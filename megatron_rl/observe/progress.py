@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +14,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+
+logger = logging.getLogger(__name__)
 
 Advance = Callable[[int], None]
 """advance(n): n more pieces are done."""
@@ -24,7 +30,7 @@ class Progress:
 
     def __init__(self, console: Console | None = None) -> None:
         """console: where to show; standard output when not given."""
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or _Console(highlight=False, soft_wrap=True)
         self._lock = threading.Lock()
         self._open = 0
         self._live: RichProgress | None = None
@@ -100,6 +106,30 @@ class Progress:
             TimeElapsedColumn(),
         )
         return RichProgress(*columns, console=self._console, transient=True)
+
+
+class _Console(Console):
+    """Standard output whose reader may go away (`| head`), or whose disk may fill up: work goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self._give_up("its reader is gone")
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except (OSError, ValueError) as error:
+            # ValueError: the stream was closed in this process.
+            self._give_up(str(error))
+
+    def _give_up(self, reason: str) -> None:
+        del self._buffer[:]
+        if self.quiet:
+            return
+        self.quiet = True
+        logger.warning("standard output cannot be written (%s): the work goes on in silence", reason)
+        with contextlib.suppress(OSError, ValueError):
+            # The interpreter flushes the stream once more when it ends, and would complain again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Count(MofNCompleteColumn):

@@ -137,13 +137,15 @@ class JsonlSink:
         self._write_rows()
 
     def _write_rows(self) -> None:
-        # Half a line may be there from an attempt that failed.
-        os.ftruncate(self._file, self._size)
         content = "".join(self._rows).encode()
         written = 0
-        while written < len(content):
-            written += os.write(self._file, content[written:])
-        os.fsync(self._file)
+        try:
+            while written < len(content):
+                written += os.write(self._file, content[written:])
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
         self._size += len(content)
         self._rows.clear()
 

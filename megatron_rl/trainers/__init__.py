@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
+from megatron_rl.cluster.janitor import kept_clean
 from megatron_rl.cluster.preflight import preflight
 from megatron_rl.config.folders import export_faults
 from megatron_rl.config.load import dump_yaml
@@ -33,7 +34,8 @@ TRAINERS: dict[str, Callable[[RunConfig], loop.Trainer]] = {
 def run(cfg: RunConfig) -> None:
     """`megatron-rl train`. Checks the machine first; raises before any process starts where it cannot work."""
     preflight(cfg, needs_rollout=cfg.is_rl)
-    loop.run(cfg, TRAINERS[cfg.algorithm.name])
+    with kept_clean():
+        loop.run(cfg, TRAINERS[cfg.algorithm.name])
 
 
 def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
@@ -47,12 +49,13 @@ def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
     cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
     preflight(cfg, needs_rollout=cfg.is_rl)
     progress = Progress()
-    with progress.phase("load data, start workers"):
-        trainer = TRAINERS[cfg.algorithm.name](cfg)
-    try:
-        metrics = trainer.validate(0)
-    finally:
-        trainer.close()
+    with kept_clean():
+        with progress.phase("load data, start workers"):
+            trainer = TRAINERS[cfg.algorithm.name](cfg)
+        try:
+            metrics = trainer.validate(0)
+        finally:
+            trainer.close()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(cfg), encoding="utf-8")
     for name, content in ((loop.RECORD_FILE, run_record()), ("metrics.json", metrics)):

@@ -17,6 +17,7 @@ import torch
 
 from megatron_rl.algos.kl import KL_ESTIMATORS
 from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.cluster import stop
 from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.run import RunConfig
@@ -265,6 +266,7 @@ class RlTrainer:
         is called where numbers are not finite, model: whose step it is. Returns a result an optimizer step, and the
         [T] column that the steps of the first pass started from (zeros where there is none).
         """
+        stop.commit()
         updates: list[UpdateResult] = []
         parts: list[list[Tensor]] = [[] for _ in range(self.cfg.dp_size)]
         if epochs:

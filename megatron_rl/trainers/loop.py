@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.cluster import stop
 from megatron_rl.config.arithmetic import batch_table, format_table, layout_table
 from megatron_rl.config.folders import ROOT_KEY
 from megatron_rl.config.layout import read_model_shape
@@ -27,6 +28,7 @@ from megatron_rl.trainers.run_folder import RunFolder, claim, remove_run
 
 logger = logging.getLogger(__name__)
 
+STOPPING = "the run saves its weights, then ends; a second signal ends it at once"
 CONFIG_FILE = "config.yaml"
 ROLLOUTS_FILE = "rollouts.jsonl"
 RECORD_FILE = "run.json"
@@ -81,12 +83,13 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
     """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl, rollouts.jsonl,
     curves.png, final/.
 
-    Everything that is refused is found before the folder changes: an earlier run in it stays as it was.
+    Everything that is refused is found before the folder changes: an earlier run in it stays as it was. A signal that
+    asks the run to end (cluster/stop.py) has it save first; then Stopped is raised, which says where.
     """
     setup_logging("controller")
     record = run_record()
     progress = Progress()
-    with claim(cfg.trainer) as folder:
+    with stop.signals(STOPPING), claim(cfg.trainer) as folder:
         if folder.path != Path(cfg.trainer.run_dir):
             progress.say(f"{cfg.trainer.run_dir} holds a run: this one is {folder.path} (trainer.overwrite=number)")
             cfg = replace(cfg, trainer=replace(cfg.trainer, experiment_name=folder.path.name))
@@ -140,9 +143,13 @@ class _Run:
         self._total = trainer.total_steps
         self._sinks = Sinks([])
         self._samples_fail = False
-        self._start, self._done = time.perf_counter(), 0
+        self._start = time.perf_counter()
+        self._done = 0
+        """Steps whose update is complete."""
         self._saved: Path | None = None
         """The newest save, where it holds the weights of the last step."""
+        self._unwritten: tuple[int, dict[str, float]] | None = None
+        """A step's figures that no sink has been given yet."""
 
     def train(self) -> None:
         """All steps. The folder begins to be this run's after the first validation, the last work that may refuse."""
@@ -150,10 +157,9 @@ class _Run:
         gc.collect()
         gc.freeze()
         trainer_cfg = self._cfg.trainer
-        validates = trainer_cfg.val_before_train and trainer_cfg.test_freq != 0
-        found = self._validated(0) if validates else {}
-        self._begin()
         try:
+            found = self._validated(0) if trainer_cfg.val_before_train and trainer_cfg.test_freq != 0 else {}
+            self._begin()
             self._note_validation(0, {}, found)
             self._start = time.perf_counter()
             with self._progress.bar("train", self._total, every_s=None) as advance:
@@ -162,8 +168,27 @@ class _Run:
                     if self._step(step):
                         break
                     advance(1)
+        except KeyboardInterrupt as interrupt:
+            raise stop.Stopped(self._save_and_say()) from interrupt
         finally:
+            if self._unwritten is not None:
+                self._sinks.write(*self._unwritten)
             self._sinks.close()
+
+    def _save_and_say(self) -> str:
+        """Save what is not saved yet, as the weights of the last step that is complete; what became of them."""
+        signal = stop.received()
+        who = f"stopped by {signal.name if signal else 'an interrupt'}"
+        if self._done == 0:
+            if self._folder.is_begun:
+                remove_run(self._folder.path)
+            return f"{who} before the first step was complete: there are no new weights"
+        who = f"{who} after step {self._done}"
+        if self._saved is None and self._cfg.trainer.save_freq == 0:
+            return f"{who}: trainer.save_freq is 0, so no weights are kept"
+        if self._saved is None:
+            self._save(self._folder.path / f"global_step_{self._done}" / "actor")
+        return f"{who}: its weights are in {self._saved}"
 
     def _begin(self) -> None:
         cfg, folder = self._cfg, self._folder
@@ -192,23 +217,19 @@ class _Run:
     def _step(self, step: int) -> bool:
         """One step with its save, validation and samples; whether it was the last."""
         cfg, trainer = self._cfg, self._trainer
-        self._saved = None
-        metrics = trainer.train_step(step)
-        self._done += 1
-        metrics["perf/left_s"] = (time.perf_counter() - self._start) / self._done * (self._total - step)
+        with stop.one_step():
+            metrics = trainer.train_step(step)
+            metrics["perf/left_s"] = (time.perf_counter() - self._start) / step * (self._total - step)
+            self._done, self._saved, self._unwritten = step, None, (step, metrics)
         last = step == self._total or trainer.finished()
         if "console" in cfg.trainer.logger and _shown(cfg, step, last):
             self._progress.say(step_line(step, self._total, metrics))
-        due = _due_for_validation(cfg, trainer, step, last)
-        try:
-            # Saved first: an error in validation or in the writing of samples costs no weights.
-            self._save_if_due(step, last)
-            found = self._validated(step) if due else {}
-        except BaseException:
-            self._sinks.write(step, metrics)
-            raise
-        self._note_validation(step, metrics, found)
-        self._keep_samples(step, trainer.sample_rollouts(cfg.trainer.num_logged_rollouts))
+        # Saved first: an error in validation or in the writing of samples costs no weights.
+        self._save_if_due(step, last)
+        found = self._validated(step) if _due_for_validation(cfg, trainer, step, last) else {}
+        with stop.held():
+            self._note_validation(step, metrics, found)
+            self._keep_samples(step, trainer.sample_rollouts(cfg.trainer.num_logged_rollouts))
         return last
 
     def _save_if_due(self, step: int, last: bool) -> None:
@@ -220,9 +241,10 @@ class _Run:
 
     def _save(self, path: Path) -> None:
         start = time.perf_counter()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._trainer.save(str(path))
-        self._saved = path
+        with stop.held():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._trainer.save(str(path))
+            self._saved = path
         self._progress.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
 
     def _validated(self, step: int) -> dict[str, float]:
@@ -232,6 +254,7 @@ class _Run:
 
     def _note_validation(self, step: int, metrics: dict[str, float], found: dict[str, float]) -> None:
         if found or metrics:
+            self._unwritten = None
             self._sinks.write(step, metrics | found)
         if found:
             shown = {name: value for name, value in found.items() if name != "time/validate"}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.cluster import stop
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_batches
 from megatron_rl.data.render import Renderer
@@ -62,6 +63,7 @@ class SftTrainer:
             self.cfg.data.max_response_length,
         )
         (mini,) = self._plan(batch).minis
+        stop.commit()
         results: list[UpdateResult] = self.policy.update_sft(
             select_micro_batches(batch.with_(loss_weights=weights), mini)
         )

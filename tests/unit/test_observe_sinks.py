@@ -118,7 +118,10 @@ def test_progress_prints_few_plain_lines_without_a_terminal():
         advance(3)
     with progress.bar("fast", 3) as advance:
         advance(3)
-    assert out.getvalue().splitlines() == [
+    # How many seconds is the machine's affair.
+    assert re.sub(
+        r"\d+\.\d s|\d+ s", lambda found: "0.0 s" if "." in found[0] else "0 s", out.getvalue()
+    ).splitlines() == [
         "starting [2] workers ...",
         "a line that is longer than the forty columns of the console",
         "starting [2] workers: 0.0 s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_rl import trainers
 from megatron_rl.config.folders import export_faults, run_folder
@@ -20,6 +22,7 @@ from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import CheckpointError, ConfigError, DataError, MissingDependency, RewardError
 from megatron_rl.trainers import loop
 from megatron_rl.trainers.run_folder import LOCK_FILE, claim
+from megatron_rl.weights.safetensors import write_model
 from tests.unit.config_helpers import faults, load
 
 NAME, ROOT = "trainer.experiment_name", "trainer.default_local_dir"
@@ -341,11 +344,11 @@ class Steps:
             raise RewardError("validation failed")
         return {"val/accuracy": 0.5}
 
-    def finished(self) -> bool:
-        return False
-
     def validation_rows(self) -> list[dict[str, Any]]:
         return []
+
+    def finished(self) -> bool:
+        return False
 
     def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
         return [{"prompt": "1+1=", "response": "2"}]
@@ -436,3 +439,33 @@ def test_an_error_in_the_last_validation_keeps_the_model_and_the_steps_figures(c
     assert [line.split(",")[0] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
         f'{{"step": {step}' for step in range(4)
     ]
+
+
+# Saves of a model.
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_save_that_the_disk_cannot_hold_keeps_the_earlier_one_and_the_users_files(tmp_path: Path):
+    tensors = {"w": torch.arange(4096.0)}
+    source, out = model_folder(tmp_path / "model"), tmp_path / "out"
+    write_model(out, tensors.items(), companions_from=source)
+    fill(tmp_path, ["out.writing/x", "out.old/y"])
+    before = state(out), names(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"out: could not be written \(.*an earlier save there is intact"):
+            write_model(out, {"w": torch.zeros(8192)}.items(), companions_from=source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (state(out), names(tmp_path)) == before
+    write_model(out, {"w": torch.zeros(8192)}.items(), companions_from=source)
+    assert names(tmp_path) == before[1] and (out / "model.safetensors").stat().st_size > 8192 * 4
+    assert (tmp_path / "out.writing" / "x").read_text() and (tmp_path / "out.old" / "y").read_text()
