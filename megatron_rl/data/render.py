@@ -333,6 +333,17 @@ class Renderer:
             )
         return self._template.write(messages, inputs, add_generation_prompt=add_generation_prompt)
 
+    def saved_template(self) -> str | None:
+        """The chat template that renders as data.chat_template=plain does; None where the tokenizer's own is used."""
+        if not self._plain:
+            return None
+        end = json.dumps(self._end_text(), ensure_ascii=False) if self._eos_token_ids else '""'
+        return (
+            "{%- for m in messages %}{{- m['content'] }}{%- if m['role'] == 'assistant' %}{{- "
+            + end
+            + " }}{%- endif %}{%- endfor %}"
+        )
+
     def _end_text(self) -> str:
         if not self._eos_token_ids:
             raise DataError(self._no_end())

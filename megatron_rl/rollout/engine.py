@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -172,6 +172,27 @@ def check_requests(
                 f"request {i}: prompt of {len(request.token_ids)} tokens + {sampling.max_tokens} new ones pass the "
                 f"engine's max_model_len {max_model_len}; raise rollout.max_model_len or lower data.max_response_length"
             )
+
+
+def whole_update(
+    tensors: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, tuple[int, ...]], model_path: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`tensors`, which must be those of `expected`, each once and of its shape.
+
+    RolloutError names a tensor that is not; and, at the end, those that never came: an engine would keep noise there.
+    """
+    left = dict(expected)
+    for name, tensor in tensors:
+        shape = left.pop(name, None)
+        if shape is None:
+            reason = "came twice" if name in expected else f"is no tensor of the model of {model_path}"
+            raise RolloutError(f"update_weights: {name} {reason}")
+        if tuple(tensor.shape) != shape:
+            raise RolloutError(f"update_weights: {name} is {list(tensor.shape)}, config.json says {list(shape)}")
+        yield name, tensor
+    if left:
+        shown = ", ".join(list(left)[:20]) + (f" and {len(left) - 20} more" if len(left) > 20 else "")
+        raise RolloutError(f"update_weights: no value for {shown}; copy the whole model to {model_path}")
 
 
 def make_engine(settings: EngineSettings, shared: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:

@@ -19,6 +19,7 @@ from megatron_rl.weights import FAMILIES
 from megatron_rl.workers.colocated import engine_layout
 from megatron_rl.workers.critic import CriticPlan, CriticWorker
 from megatron_rl.workers.policy import PolicyPlan, PolicyWorker
+from megatron_rl.workers.saved import rehearse
 
 
 def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple[int, ...]:
@@ -79,6 +80,9 @@ def start_policy(
     """Start the colocated workers: actor, reference and engine on every rank, and a critic where its optimizer steps
     are given.
     """
+    if cfg.model.tokenizer_path is not None or cfg.data.chat_template == "plain":
+        # Files of two folders, or a template that takes the tokenizer's place: seen now, not at the save.
+        rehearse(cfg)
     device = resolve_device(cfg.cluster.device)
     topology = topology_of(cfg.actor, cfg.world_size)
     shape = read_model_shape(cfg.model.path)

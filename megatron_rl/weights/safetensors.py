@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,16 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.weights.companions import copy_companions, open_to_umask, set_chat_template
 from megatron_rl.weights.end_token import name_end_token
+from megatron_rl.weights.headers import derived_fault, dtype_fault, is_derived
 from megatron_rl.weights.spec import Block
 
 INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 20
-# Files of a model folder that are not weights and belong to every copy of it.
-COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 
 
 class WeightSource(Protocol):
@@ -76,15 +73,22 @@ class SafetensorsSource:
         return self._handles[file]
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """See WeightSource. A tied model's lm_head may be present when it equals the embedding."""
-        held = set(self._file_of)
+        """See WeightSource. A tied model's lm_head may be present when it equals the embedding, and RoPE's frequencies
+        when they are those of config.json; whole numbers and 8-bit floats are refused.
+        """
+        held = {name for name in self._file_of if not is_derived(name)}
         tied = "lm_head.weight" in held and "lm_head.weight" not in expected
         if tied and torch.equal(self._whole("lm_head.weight"), self._whole("model.embed_tokens.weight")):
             held.remove("lm_head.weight")
         faults = [f"missing {name}" for name in expected if name not in held]
         faults += [f"surplus {name}" for name in sorted(held) if name not in expected]
-        for name in expected.keys() & held:
-            shape = tuple(self._handle(name).get_slice(name).get_shape())
+        derived = (derived_fault(name, self._whole(name), self.path) for name in self._file_of if is_derived(name))
+        faults += [fault for fault in derived if fault]
+        for name in sorted(expected.keys() & held):
+            view = self._handle(name).get_slice(name)
+            odd = dtype_fault(name, view.get_dtype())
+            faults += [odd] if odd else []
+            shape = tuple(view.get_shape())
             if shape != expected[name]:
                 faults.append(f"{name} is {list(shape)}, config.json says {list(expected[name])}")
         if faults:
@@ -92,8 +96,8 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.path}: weights do not fit config.json: {shown}")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the folder, whole, by its name."""
-        for name in sorted(self._file_of):
+        """Every tensor of the folder, whole, by its name; no derived buffers."""
+        for name in sorted(filter(lambda name: not is_derived(name), self._file_of)):
             yield name, self._whole(name)
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -190,12 +194,15 @@ def write_model(
     dtype: torch.dtype | None = None,
     config_changes: Mapping[str, Any] | None = None,
     eos_token: str | None = None,
+    chat_template: str | None = None,
+    verify: Callable[[Path], None] | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
     """Write a complete HF folder: shards of at most max_shard_bytes, index, config, tokenizer.
 
     config_changes: entries of config.json that differ from companions_from's. eos_token: the end token that all files
-    name, in place of the tokenizer's.
+    name, in place of the tokenizer's. chat_template: in place of the tokenizer's. verify: looks at the folder before it
+    takes its place; a CheckpointError of it leaves the folder where it is, and is raised with the place.
 
     Everything goes to a folder beside `path` that takes its place at the end, so a failure (a full disk) leaves an
     earlier save as it was. Raises CheckpointError then.
@@ -206,11 +213,20 @@ def write_model(
     staging = path.with_name(f".{path.name}.{mark}.writing")
     try:
         staging.mkdir(parents=True)
-        _write_shards(staging, tensors, max_shard_bytes)
-        _copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), dtype, config_changes)
+        written = _write_shards(staging, tensors, max_shard_bytes)
+        changes = dict(config_changes or {}) | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
+        copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), changes)
+        if chat_template is not None:
+            set_chat_template(staging, chat_template)
         if eos_token is not None:
             name_end_token(staging, eos_token)
+        open_to_umask(staging)
+        SafetensorsSource(staging).check(written)
+        if verify is not None:
+            _verified(staging, verify)
         _replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
+    except _UnverifiedError:
+        raise
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
@@ -219,7 +235,22 @@ def write_model(
         raise
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> None:
+class _UnverifiedError(CheckpointError):
+    """The folder was written whole and is not what it should be."""
+
+
+def _verified(staging: Path, verify: Callable[[Path], None]) -> None:
+    try:
+        verify(staging)
+    except CheckpointError as error:
+        raise _UnverifiedError(f"{error}; what was written is kept at {staging}") from error
+
+
+def _write_shards(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> dict[str, tuple[int, ...]]:
+    """Write the tensors; returns their names and shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
     shards: list[dict[str, torch.Tensor]] = []
     shard_of: dict[str, int] = {}
     pending: dict[str, torch.Tensor] = {}
@@ -237,12 +268,13 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max
         if pending and pending_bytes + size > max_bytes:
             flush()
         pending[name] = tensor.detach().cpu().contiguous().clone()
+        shapes[name] = tuple(tensor.shape)
         pending_bytes += size
         total += size
     flush()
     if len(shards) == 1:
         (folder / "shard-00000").rename(folder / "model.safetensors")
-        return
+        return shapes
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for i, final in enumerate(names):
         (folder / f"shard-{i:05d}").rename(folder / final)
@@ -250,26 +282,12 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max
     (folder / INDEX_NAME).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
     )
-
-
-def _copy_companions(
-    folder: Path, model: Path, tokenizer: Path, dtype: torch.dtype | None, changes: Mapping[str, Any] | None
-) -> None:
-    for source in (model, tokenizer):
-        for name in COMPANIONS:
-            if (source / name).exists() and not (source is tokenizer and name == "config.json"):
-                shutil.copyfile(source / name, folder / name)
-    if dtype is not None or changes:
-        config = json.loads((folder / "config.json").read_text()) | dict(changes or {})
-        if dtype is not None:
-            config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return shapes
 
 
 def _replace_folder(staging: Path, path: Path, old: Path) -> None:
     """`staging` takes the place of `path`, once it is on the disk: some say only then that they are full."""
-    for file in staging.iterdir():
+    for file in filter(Path.is_file, staging.rglob("*")):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     if not path.exists() or not any(path.iterdir()):

@@ -17,7 +17,9 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, make_engine
+from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.safetensors import SafetensorsSource, finite_tensors
+from megatron_rl.weights.spec import hf_shapes
 
 LONGEST_SHOWN = 200
 
@@ -68,7 +70,9 @@ class JudgeWorker:
             needs_text=False,
         )
         self._engine = make_engine(settings)
-        tensors = finite_tensors(SafetensorsSource(Path(cfg.path)), getattr(torch, cfg.dtype))
+        source = SafetensorsSource(Path(cfg.path))
+        source.check(hf_shapes(plan.shape, FAMILIES[plan.shape.architecture]))
+        tensors = finite_tensors(source, getattr(torch, cfg.dtype))
         # A tied output layer may stand in the file as well; engines take it from the embedding.
         tied = plan.shape.tie_word_embeddings
         self._engine.update_weights(((n, t) for n, t in tensors if not (tied and n == "lm_head.weight")), 0)

@@ -20,7 +20,7 @@ from megatron_rl.cluster.dispatch import Collect, Split, dispatch
 from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.layout import ModelShape
 from megatron_rl.config.run import RunConfig
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.parallel.collectives import adder
@@ -265,11 +265,13 @@ class PolicyWorker:
         """Rank 0 writes a folder from an export that all ranks take part in."""
         from megatron_rl.mcore.build import DTYPES
         from megatron_rl.weights.safetensors import write_model
+        from megatron_rl.workers.saved import check_saved, run_renderer
 
-        failure: CheckpointError | None = None
+        failure: MegatronRLError | None = None
         if self._rank == 0:
             model = self._cfg.model
             try:
+                renderer = run_renderer(self._cfg, companions_from)
                 write_model(
                     Path(path),
                     tensors,
@@ -278,8 +280,10 @@ class PolicyWorker:
                     dtype=DTYPES[model.dtype],
                     config_changes=config_changes,
                     eos_token=model.eos_token,
+                    chat_template=renderer.saved_template(),
+                    verify=lambda folder: check_saved(folder, renderer, self._cfg),
                 )
-            except CheckpointError as error:
+            except MegatronRLError as error:
                 failure = error
         # The export is a collective: every rank walks through all of it, also when rank 0's disk is full.
         for _ in tensors:

@@ -1,0 +1,61 @@
+"""Files of a model folder beside its weights: copied, each kind from one folder alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MODEL_FILES = ("config.json", "generation_config.json")
+# Every file that a tokenizer of transformers is read from; a template in one of them hides that of another.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
+
+
+def copy_companions(folder: Path, model: Path, tokenizer: Path, changes: Mapping[str, Any] | None) -> None:
+    """Copy config.json and generation_config.json from `model`, every tokenizer file from `tokenizer`.
+
+    changes: entries of config.json that differ.
+    """
+    for source, names in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)):
+        for name in names:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    for name in TEMPLATE_FOLDERS:
+        if (tokenizer / name).is_dir():
+            shutil.copytree(tokenizer / name, folder / name, copy_function=shutil.copyfile)
+    if changes:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "dtype" in changes:
+            config.pop("torch_dtype", None)
+        (folder / "config.json").write_text(json.dumps(config | dict(changes), indent=2) + "\n", encoding="utf-8")
+
+
+def set_chat_template(folder: Path, template: str) -> None:
+    """Make `template` the only one of the tokenizer in `folder`."""
+    for name in TEMPLATE_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        fields = json.loads(settings.read_text(encoding="utf-8"))
+        if fields.pop("chat_template", None) is not None:
+            settings.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def open_to_umask(folder: Path) -> None:
+    """Give every file of `folder` the mode that a new file has here: safetensors writes for the owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
