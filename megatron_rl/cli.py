@@ -10,8 +10,9 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_rl.config.keys import as_text as list_of_keys
 from megatron_rl.config.layout import read_model_shape
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
 from megatron_rl.config.reader import NoEffect
-from megatron_rl.config.run import Verb
+from megatron_rl.config.run import RunConfig, Verb
 from megatron_rl.errors import ConfigError, Fault, MegatronRLError
 from megatron_rl.observe.versions import versions_line
 from megatron_rl.reshard import request as plan_request
@@ -119,9 +120,7 @@ def _run(verb: str, arguments: list[str]) -> int:
             return _plan(files, overrides, options)
         return _COMMANDS[verb](resolve(files, overrides, _PURPOSES.get(verb, "train")), options)
     except MegatronRLError as error:
-        if isinstance(error, ConfigError) and getattr(options, "json", False):
-            print(json.dumps({"ok": False, "faults": [asdict(fault) for fault in error.faults]}, indent=2, default=str))
-        print(f"megatron-rl {verb}: {error}", file=sys.stderr)
+        _print_refusal(verb, error, files, as_json=getattr(options, "json", False))
         return REFUSED
 
 
@@ -129,6 +128,25 @@ def _dashed_keys(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> s
     """What is wrong with the first option that is really a setting; "" where there is none."""
     hints = [(argument, _dashed_key(parser, argument)) for argument in arguments]
     return next((f"{argument}: there is no such option -- {hint}" for argument, hint in hints if hint), "")
+
+
+def _print_refusal(verb: str, error: MegatronRLError, files: Sequence[str], as_json: bool) -> None:
+    if isinstance(error, ConfigError) and as_json:
+        print(json.dumps({"ok": False, "faults": [asdict(fault) for fault in error.faults]}, indent=2, default=str))
+    print(f"megatron-rl {verb}: {error}", file=sys.stderr)
+    if isinstance(error, ConfigError):
+        print("".join(_sources_of_missing_files(error.faults, files)), end="", file=sys.stderr)
+
+
+def _sources_of_missing_files(faults: Sequence[Fault], files: Sequence[str]) -> Iterator[str]:
+    """What config files say in their first comment, where files are missing that they name: how to come by those."""
+    missing = [fault.reason for fault in faults if fault.reason.startswith("there is no such")]
+    for file in files:
+        if any(f"[set in {file}:" in reason for reason in missing):
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            comment = list(takewhile(lambda line: line.startswith("#"), lines))
+            if comment:
+                yield f"{file} says:\n" + "".join(f"  {line.removeprefix('#').strip()}\n" for line in comment)
 
 
 def _dashed_key(parser: argparse.ArgumentParser, argument: str) -> str:
@@ -191,6 +209,10 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--model", metavar="MODEL", help=f"plan without a config: {names}")
         parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     if verb == "check":
+        about = (
+            "read data, tokenizer, template, rewards and headers of weights too, and show a row (takes as long as that)"
+        )
+        parser.add_argument("--data", action="store_true", help=about)
         parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
         parser.add_argument("--all", action="store_true", help="print every key, not only those that differ")
     if verb == "eval":
@@ -220,21 +242,39 @@ def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     batch, layout = batch_table(cfg), layout_table(cfg, read_model_shape(cfg.model.path))
     idle = idle_settings(cfg)
     if options.json:
-        print(json.dumps(_as_json(resolved, batch, layout, [asdict(one) for one in idle]), indent=2))
-        return 0
+        content = _as_json(resolved, batch, layout, [asdict(one) for one in idle])
+        if options.data:
+            lines, faults = _look_at_data(cfg, color=False)
+            content |= {"ok": not faults, "data": lines, "data_faults": faults}
+        print(json.dumps(content, indent=2))
+        return 0 if content["ok"] else REFUSED
     _print_mapping(resolved)
     print("run" + ("" if options.all else " (keys that differ from their defaults; --all prints every key)"))
     print("\n".join(f"  {line}" for line in dump_yaml(cfg, only_changed=not options.all).splitlines()))
     print(f"\nbatch arithmetic\n{format_table(batch)}")
     print(f"\nlayout\n{format_table(layout)}")
     _print_idle(idle)
-    return 0
+    if not options.data:
+        return 0
+    lines, faults = _look_at_data(cfg, color=None)
+    print("\n".join(["\ndata", *(f"  {line}" for line in lines)]))
+    for fault in faults:
+        print(f"megatron-rl check --data: {fault}", file=sys.stderr)
+    return REFUSED if faults else 0
 
 
 def _print_idle(idle: list[NoEffect]) -> None:
     if idle:
         print("\nchanged, and without effect in this run")
         print("\n".join(f"  {setting}" for setting in idle))
+
+
+def _look_at_data(cfg: RunConfig, color: bool | None) -> tuple[list[str], list[str]]:
+    """(lines for a reader, faults) of everything that a run reads before its workers start."""
+    from megatron_rl import trainers
+
+    findings = trainers.inspect(cfg, color)
+    return findings.lines, findings.faults
 
 
 def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, Any]]) -> dict[str, Any]:

@@ -175,9 +175,12 @@ def _read_json(folder: str, key: str) -> tuple[dict[str, Any] | None, list[Fault
         reason = "there is no such folder"
         cure = "give the folder that holds config.json (relative paths start at the working directory)"
         if folder.count("/") == 1 and folder[0] not in "./~":
+            owner, name = folder.split("/")
+            # Shipped configs, and this very message, put models into the folder `models`: no hub's user has that name.
+            source = f"OWNER/{name}" if owner == "models" else folder
             cure = (
-                f"if this is a name on a model hub, download it first (`hf download {folder} --local-dir "
-                f"models/{folder.split('/')[1]}`) and give that folder"
+                f"if this is a name on a model hub, download it first (`hf download {source} --local-dir "
+                f"models/{name}`) and give that folder"
             )
         return None, [Fault(key, folder, reason, cure)]
     file = path / "config.json"

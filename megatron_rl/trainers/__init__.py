@@ -18,6 +18,7 @@ from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
 from megatron_rl.trainers import loop
+from megatron_rl.trainers.before import inspect, require_weights
 from megatron_rl.trainers.grpo import GrpoTrainer
 from megatron_rl.trainers.placement import start_policy
 from megatron_rl.trainers.ppo import PpoTrainer
@@ -31,9 +32,13 @@ TRAINERS: dict[str, Callable[[RunConfig], loop.Trainer]] = {
 """algorithm.name -> trainer"""
 
 
+__all__ = ["TRAINERS", "evaluate", "export", "inspect", "run"]
+
+
 def run(cfg: RunConfig) -> None:
     """`megatron-rl train`. Checks the machine first; raises before any process starts where it cannot work."""
     preflight(cfg, needs_rollout=cfg.is_rl)
+    require_weights(cfg, needs_rewards=cfg.is_rl)
     with kept_clean():
         loop.run(cfg, TRAINERS[cfg.algorithm.name])
 
@@ -48,6 +53,7 @@ def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
     folder = _free_folder(f"{cfg.trainer.run_dir}-eval") if out is None else new_folder(out)
     cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
     preflight(cfg, needs_rollout=cfg.is_rl)
+    require_weights(cfg, needs_rewards=cfg.is_rl)
     progress = Progress()
     with kept_clean():
         with progress.phase("load data, start workers"):
@@ -91,6 +97,7 @@ def export(cfg: RunConfig, out: str) -> None:
     """
     folder = new_folder(out)
     preflight(cfg, needs_rollout=False)
+    require_weights(cfg, needs_rewards=False)
     progress = Progress()
     with progress.phase("start workers"):
         policy = start_policy(cfg, total_optimizer_steps=1, with_engine=False)

@@ -46,7 +46,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_eval_keeps_every_answer_with_its_score(data: Path) -> None:
-    settings = [f"data.val_files={data / 'val.parquet'}", "rollout.name=fake", "rollout.val.n=2"]
+    settings = [
+        f"data.val_files={data / 'val.parquet'}",
+        "rollout.name=fake",
+        "rollout.val.n=2",
+        "reward.function=exact_match",
+    ]
     settings += ["rollout.val.temperature=1.0", "trainer.experiment_name=sums"]
     folder = evaluate(data, *settings)
     assert folder.name == "sums-eval"

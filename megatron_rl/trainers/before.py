@@ -1,0 +1,175 @@
+"""What is looked at before any worker starts: headers of weight files, data, tokenizer, template, rewards.
+
+`train` and `eval` look at the weights here and at the rest when their trainer is made; `check --data` looks at all of
+it and tells every fault at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+from megatron_rl.cluster.preflight import preflight
+from megatron_rl.config.layout import ModelShape, read_critic_shape, read_model_shape
+from megatron_rl.config.reward_checks import plan_rewards
+from megatron_rl.config.run import RunConfig
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.render import Renderer
+from megatron_rl.data.sft import load_sft
+from megatron_rl.errors import CheckpointError, MegatronRLError
+from megatron_rl.trainers.loop import summary_lines
+from megatron_rl.trainers.rewards import RunRewards
+from megatron_rl.types import Prompt
+from megatron_rl.weights import FAMILIES
+from megatron_rl.weights.heads import ValueHeadSource, value_head_shapes
+from megatron_rl.weights.safetensors import SafetensorsSource
+from megatron_rl.weights.spec import hf_shapes
+
+T = TypeVar("T")
+MOST_TOKENS_SHOWN = 400
+"""Tokens of a row that `check --data` prints."""
+
+
+@dataclass
+class Findings:
+    """What `check --data` has to say: lines for a reader, and the message of each fault."""
+
+    lines: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def weight_faults(cfg: RunConfig, needs_rewards: bool) -> list[str]:
+    """Tensors that are missing, surplus or misshaped, and broken files, of every model that this run will load.
+
+    Reads the headers of the safetensors files. needs_rewards: whether a judge is loaded too.
+    """
+    faults: list[str] = []
+    for key, check in _weight_checks(cfg, needs_rewards):
+        try:
+            check()
+        except CheckpointError as error:
+            faults.append(f"{key}: {error}")
+    return faults
+
+
+def require_weights(cfg: RunConfig, needs_rewards: bool) -> None:
+    """CheckpointError with all weight_faults."""
+    faults = weight_faults(cfg, needs_rewards)
+    if faults:
+        raise CheckpointError("\n".join(faults))
+
+
+def _weight_checks(cfg: RunConfig, needs_rewards: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    if cfg.model.init == "pretrained":
+        yield "model.path", lambda: _check_weights(cfg.model.path, read_model_shape(cfg.model.path))
+    if cfg.needs_reference and cfg.ref.path is not None:
+        yield "ref.path", lambda: _check_weights(str(cfg.ref.path), read_model_shape(str(cfg.ref.path)))
+    if cfg.critic.enable and cfg.critic.path is not None:
+        yield "critic.path", lambda: _check_critic(str(cfg.critic.path))
+    plan, _ = plan_rewards(cfg.reward) if needs_rewards else (None, [])
+    if plan is not None and plan.uses("judge"):
+        judge = str(cfg.reward.judge.path)
+        yield "reward.judge.path", lambda: _check_weights(judge, read_model_shape(judge))
+
+
+def _check_weights(folder: str, shape: ModelShape) -> None:
+    SafetensorsSource(folder).check(hf_shapes(shape, FAMILIES[shape.architecture]))
+
+
+def _check_critic(folder: str) -> None:
+    shape, kind = read_critic_shape(folder)
+    body = hf_shapes(shape, FAMILIES[shape.architecture])
+    head = {name: size for name, size in body.items() if name.startswith("lm_head.")}
+    body = {name: size for name, size in body.items() if name not in head}
+    source = ValueHeadSource(SafetensorsSource(folder), kind, head if kind == "causal" else {})
+    source.check(body | value_head_shapes(shape))
+
+
+def inspect(cfg: RunConfig, color: bool | None = None) -> Findings:
+    """Read all data, the tokenizer, the template, rewards and headers of weights, as the run would; start no worker.
+
+    color: mark trained tokens in colour; by default where standard output is a terminal and NO_COLOR is not set.
+    """
+    findings = Findings()
+    _try(findings, lambda: preflight(cfg, needs_rollout=cfg.is_rl))
+    findings.faults += weight_faults(cfg, needs_rewards=cfg.is_rl)
+    renderer = _try(findings, lambda: Renderer.from_config(cfg.model, cfg.data))
+    if renderer is None:
+        return findings
+    in_color = color if color is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    look = _look_at_prompts if cfg.is_rl else _look_at_samples
+    look(cfg, renderer, findings, in_color)
+    return findings
+
+
+def _look_at_prompts(cfg: RunConfig, renderer: Renderer, findings: Findings, color: bool) -> None:
+    data = cfg.data
+    train = _try(findings, lambda: load_prompts(data, data.train_files, renderer))
+    sets = {"train": train}
+    if data.val_files:
+        sets["val"] = _try(findings, lambda: load_prompts(data, data.val_files, renderer, validation=True))
+    whole = {name: prompts for name, prompts in sets.items() if prompts is not None}
+    findings.lines += summary_lines(whole, data.mix_weights)
+    # Rewards are judged by the rows that they will see: without all of them, a fault may be the rows' own.
+    if len(whole) == len(sets):
+        _try(findings, lambda: _check_rewards(cfg, [prompt for one in whole.values() for prompt in one.prompts]))
+    if train is not None:
+        ids = train.prompts[0].token_ids
+        findings.lines += row_lines("first prompt", ids, [False] * len(ids), renderer, color)
+
+
+def _look_at_samples(cfg: RunConfig, renderer: Renderer, findings: Findings, color: bool) -> None:
+    data = cfg.data
+    train = _try(findings, lambda: load_sft(data, data.train_files, renderer))
+    sets = {"train": train}
+    if data.val_files:
+        sets["val"] = _try(findings, lambda: load_sft(data, data.val_files, renderer, validation=True))
+    findings.lines += summary_lines({name: one for name, one in sets.items() if one is not None}, data.mix_weights)
+    if train is not None:
+        sample = train.samples[0]
+        # The first token of a sequence is predicted by nothing.
+        mask = [False, *sample.loss_mask[1:]]
+        findings.lines += row_lines("first row", sample.token_ids, mask, renderer, color)
+
+
+def _check_rewards(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
+    rewards = RunRewards(cfg)
+    try:
+        rewards.preflight(prompts)
+    finally:
+        rewards.close()
+
+
+def row_lines(title: str, token_ids: Sequence[int], mask: Sequence[bool], renderer: Renderer, color: bool) -> list[str]:
+    """A row as its text, its ids and what is trained on: [[...]] around trained stretches, or green where color."""
+    trained = sum(mask)
+    head = f"{title}: {len(token_ids)} tokens, {trained} trained on" if trained else f"{title}: {len(token_ids)} tokens"
+    stretches = [
+        (is_trained, [token for _, token in group])
+        for is_trained, group in groupby(
+            list(zip(mask, token_ids, strict=True))[:MOST_TOKENS_SHOWN], key=lambda pair: pair[0]
+        )
+    ]
+    marks = ("\033[32m", "\033[0m") if color else ("[[", "]]")
+
+    def shown(write: Callable[[list[int]], str], between: str) -> str:
+        return between.join(f"{marks[0]}{write(ids)}{marks[1]}" if on else write(ids) for on, ids in stretches)
+
+    rest = len(token_ids) - MOST_TOKENS_SHOWN
+    more = [f"  ... and {rest:,} more tokens"] if rest > 0 else []
+    # One line: what a terminal would do with line ends and control characters is not what the model sees.
+    text = shown(lambda ids: repr(renderer.decode(ids, skip_special_tokens=False))[1:-1], "")
+    return [head, f"  text  {text}", f"  ids   {shown(lambda ids: ' '.join(map(str, ids)), ' ')}", *more]
+
+
+def _try(findings: Findings, work: Callable[[], T]) -> T | None:
+    """What `work` returns; None where it refuses, and then its words are among the faults."""
+    try:
+        return work()
+    except MegatronRLError as error:
+        findings.faults.append(str(error))
+        return None
