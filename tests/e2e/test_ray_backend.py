@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import ray
 
-from megatron_rl.cluster import ray_runtime, ray_wait
+from megatron_rl.cluster import ray_runtime, ray_wait, stop
 from megatron_rl.cluster.dispatch import Collect, RankGrid, Split, dispatch
 from megatron_rl.cluster.environment import free_port
 from megatron_rl.cluster.ray_backend import RayBackend
@@ -205,8 +206,10 @@ def test_a_late_rank_is_named_with_where_it_is_and_the_group_is_done():
     """R7"""
     with short_lived(step_timeout_s=3.0) as group:
         group.who()
+        start = time.monotonic()
         with pytest.raises(ClusterError) as caught:
             group.nap([0.0, 60.0])
+        assert 3.0 <= time.monotonic() - start < 8.0, "the deadline's real time"
         text = str(caught.value)
         assert "Worker.nap: rank(s) [1] of 2 did not answer within 3 s" in text
         assert "(answered: [0]; last call that ended: who) -- raise cluster.step_timeout_s" in text
@@ -284,6 +287,39 @@ def test_ctrl_c_in_a_run_that_joined_this_ray_ends_its_busy_workers_at_once(ray_
     assert "KeyboardInterrupt" in errors and run.returncode != 0
     assert time.monotonic() - start < 8, "busy workers are not waited for"
     assert not psutil.pid_exists(pid)
+
+
+def test_a_call_that_a_signal_interrupts_is_waited_for_before_the_next(group):
+    """So that a run can save after a signal, whatever its ranks were doing."""
+    with pytest.raises(KeyboardInterrupt), stop.signals():
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        start = time.monotonic()
+        group.nap([1.0, 3.0])
+    assert time.monotonic() - start < 2.0, "the wait ends with the signal"
+    assert [rank for rank, _, _ in group.who()] == [0, 1]
+    assert time.monotonic() - start >= 3.0, "the ranks had to end their naps first"
+
+
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        ("127.0.0.1:1", "Connection refused"),
+        ("no.such.host.invalid:6379", "no Ray cluster answers there"),
+        ("nonsense", "no Ray cluster answers there"),
+        ("LISTENS", "what listens there does not answer as Ray"),
+    ],
+)
+def test_a_wrong_address_ends_within_its_deadline(address, said):
+    start = time.monotonic()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = address.replace("LISTENS", f"127.0.0.1:{server.getsockname()[1]}")
+        command = [sys.executable, "-c", JOINING_RUN, address]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert f"cluster.ray_address: '{address}'" in done.stderr and said in done.stderr
+    assert "or leave cluster.ray_address out" in done.stderr
+    assert time.monotonic() - start < 45, "30 s, and the time that imports take on a busy machine"
 
 
 def test_a_close_from_another_thread_ends_a_call_that_runs(group):
