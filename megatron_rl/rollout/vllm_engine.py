@@ -17,8 +17,20 @@ from typing import Any
 import torch
 
 from megatron_rl.config.engine_keywords import why_refused
+from megatron_rl.config.layout import read_model_shape
 from megatron_rl.errors import MissingDependency, RolloutError
-from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sample, Sampling, check_requests
+from megatron_rl.rollout.engine import (
+    EnginePart,
+    EngineSettings,
+    Request,
+    Sample,
+    Sampling,
+    check_requests,
+    whole_update,
+)
+from megatron_rl.weights import FAMILIES
+from megatron_rl.weights.engine_spec import engine_params, live_params
+from megatron_rl.weights.spec import hf_shapes
 
 _CPU_KV_CACHE_GB = 0.25
 
@@ -274,8 +286,22 @@ class VllmEngine:
             )
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        # Until all have come, what it holds is of no version.
+        self._version = -1
+        whole = whole_update(tensors, self._expected(), self._settings.model_path)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole})
+        # vLLM may stop reading early; the rest, and the end, say what is missing.
+        for name, _ in whole:
+            raise RolloutError(f"update_weights: vLLM did not take {name}")
         self._now_holds(version)
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """HF name -> shape of all tensors of an update, once the engine's own parameters are those of the table."""
+        shape = read_model_shape(self._settings.model_path)
+        family, part = FAMILIES[shape.architecture], self._part
+        params = engine_params(shape, family, tp=part.tp, tp_rank=part.tp_rank, ep=part.ep, ep_rank=part.ep_rank)
+        live_params(params, self.shapes())
+        return hf_shapes(shape, family)
 
     def _now_holds(self, version: int) -> None:
         self._version, self._calls = version, 0

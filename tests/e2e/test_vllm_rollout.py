@@ -246,3 +246,48 @@ def test_hf_engine_agrees_with_its_own_model(tmp_path: Path, family: str) -> Non
             wanted = logp.gather(1, torch.tensor(sample.token_ids)[:, None]).squeeze(1)
             assert torch.allclose(torch.tensor(sample.logprobs), wanted, atol=1e-4)
             assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == 7)
+
+
+def _incomplete_on_rank(rank: int, world: int, folder: str, extra: str) -> dict[str, str]:
+    from megatron_rl.rollout.engine import Request, Sampling, make_engine
+    from megatron_rl.weights.safetensors import SafetensorsSource
+
+    engine = make_engine(_settings(folder))
+    whole = dict(SafetensorsSource(folder).tensors())
+    lost = "model.layers.1.mlp.down_proj.weight"
+    updates: dict[str, dict[str, Any]] = {
+        "missing": {name: tensor for name, tensor in whole.items() if name != lost},
+        "layer": {name: tensor for name, tensor in whole.items() if ".layers.1." not in name},
+        "unknown": whole | {extra: torch.zeros(4)},
+        "misshaped": whole | {lost: whole[lost][:, :-1]},
+    }
+    said: dict[str, str] = {}
+    engine.update_weights(iter(whole.items()), 0)
+    for name, tensors in updates.items():
+        try:
+            engine.update_weights(iter(tensors.items()), 1)
+        except Exception as error:
+            said[name] = f"{type(error).__name__} {error}"
+        said[f"{name} version"] = str(engine.weight_version)
+        try:
+            engine.generate([Request((5,))], Sampling(1, 0.0, 1.0, -1, 4, ()))
+        except RolloutError as error:
+            said[f"{name} generate"] = str(error)
+    engine.update_weights(iter(whole.items()), 2)
+    said["whole"] = str(engine.weight_version)
+    engine.close()
+    return said
+
+
+@needs_cpu_engine
+def test_w2_vllm_refuses_an_update_that_is_not_whole(folder: str) -> None:
+    """By name; and it holds no version until a whole one has come, so that nothing is sampled from what it has."""
+    extra = "model.layers.0.self_attn.q_norm.weight"
+    (said,) = run_ranks(1, _incomplete_on_rank, folder, extra, timeout=240)
+    assert "no value for model.layers.1.mlp.down_proj.weight;" in said["missing"]
+    assert "no value for model.layers.1.input_layernorm.weight, " in said["layer"]
+    assert f"{extra} is no tensor of the model" in said["unknown"]
+    assert "down_proj.weight is [128, 223], config.json says [128, 224]" in said["misshaped"]
+    for name in ("missing", "layer", "unknown", "misshaped"):
+        assert said[f"{name} version"] == "-1" and "before the first update" in said[f"{name} generate"]
+    assert said["whole"] == "2"
