@@ -34,6 +34,8 @@ class Architecture:
     """Every layer's MLP is a mixture of experts"""
     norm_topk_prob: bool | None = None
     """Weights of a token's experts sum to 1; None: the entry norm_topk_prob says"""
+    null_head_dim: bool = True
+    """transformers reads head_dim null as if the entry were not there"""
     switches_window: bool = False
     """The entry use_sliding_window decides; without it the size of the window means nothing"""
     rope_theta: float = 10000.0
@@ -43,7 +45,9 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen2ForCausalLM": Architecture("qwen2", ("num_key_value_heads",), qkv_bias=True, switches_window=True),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", ("num_key_value_heads",), qkv_bias=True, null_head_dim=False, switches_window=True
+    ),
     "LlamaForCausalLM": Architecture("llama"),
     "Qwen3ForCausalLM": Architecture("qwen3", ("num_key_value_heads", "head_dim"), qk_norm=True, switches_window=True),
     "Qwen3MoeForCausalLM": Architecture(
@@ -52,6 +56,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm=True,
         ffn_size="moe_intermediate_size",
         experts=True,
+        null_head_dim=False,
         switches_window=True,
     ),
     "MixtralForCausalLM": Architecture(
@@ -226,6 +231,9 @@ def unsupported(name: str, fields: Mapping[str, Any], where: str) -> list[Fault]
         reason = _rope_reason(fields.get(field))
         if reason:
             faults.append(Fault(f"{where}: {field}", fields[field], reason, cure))
+    if "head_dim" in fields and fields["head_dim"] is None and not architecture.null_head_dim:
+        help_ = "remove the entry: hidden_size / num_attention_heads is computed then"
+        faults.append(Fault(f"{where}: head_dim", None, "transformers cannot read null here", help_))
     return [*faults, *_odd_switches(fields, where)]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_rl.types import TrainBatch
+from tests.unit.odd_configs import ABSENT, laid_over
 
 # Family -> its name in transformers, and the fields that it has besides the common ones.
 FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +75,21 @@ def save_tiny(
             else:
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
+    return str(folder)
+
+
+def save_odd(folder: Path, family: str, changes: dict[str, Any]) -> str:
+    """A small model of two layers whose config.json has the entries of a variant (tests/unit/odd_configs.py), and
+    weights of the sizes that these say: the same weights where the sizes are the same.
+    """
+    sizes: dict[str, Any] = {}
+    if "head_dim" in changes:
+        given = changes["head_dim"]
+        # hidden_size / num_attention_heads
+        sizes["head_dim"] = 32 if given in (None, ABSENT) else given
+    save_tiny(folder, family, layers=2, tied=changes.get("tie_word_embeddings") is True, **sizes)
+    path = folder / "config.json"
+    path.write_text(json.dumps(laid_over(json.loads(path.read_text()), changes)))
     return str(folder)
 
 

@@ -1,5 +1,5 @@
 """Odd config.json files: entries laid over a small model's, by family. REFUSED name the entry that is at fault; PASSING
-are the same model for transformers.
+are the same model for transformers and for vLLM.
 """
 
 from __future__ import annotations
@@ -9,6 +9,14 @@ from typing import Any
 Variant = tuple[str, dict[str, Any]]
 
 FULL = ["full_attention"] * 2
+ABSENT = "<absent>"
+"""In place of a value: the file has no such entry."""
+
+
+def laid_over(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a file with those of a variant in their place."""
+    return {name: value for name, value in (fields | changes).items() if value != ABSENT}
+
 
 REFUSED: list[Variant] = [
     # Entries that vLLM or transformers honours in this family.
@@ -43,6 +51,7 @@ REFUSED: list[Variant] = [
     ("llama", {"rms_norm_eps": None}),
     ("llama", {"initializer_range": "small"}),
     ("llama", {"an_entry_of_next_year": {"depth": 3}}),
+    ("qwen2", {"head_dim": None}),
     ("qwen2", {"qk_norm": True}),
     ("qwen2", {"qkv_bias": False}),
     ("qwen2", {"is_causal": False}),
@@ -58,6 +67,7 @@ REFUSED: list[Variant] = [
     ("qwen3", {"attn_output_gate": True}),
     ("qwen3", {"final_logit_softcapping": 30.0}),
     ("qwen3_moe", {"is_causal": False}),
+    ("qwen3_moe", {"head_dim": None}),
     ("qwen3_moe", {"mlp_only_layers": [0]}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}),
@@ -75,7 +85,27 @@ REFUSED: list[Variant] = [
 ]
 """The first entry is the one that is named."""
 
+_PLAIN_LLAMA = {"sliding_window": None, "logit_scale": 1.0, "is_causal": True, "bias": False, "qk_norm": False}
+_BASE_ABOVE = {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None}
+
+FIRST: list[Variant] = [
+    ("llama", _PLAIN_LLAMA | _BASE_ABOVE | {"head_dim": 96, "tie_word_embeddings": True}),
+    (
+        "qwen2",
+        {"sliding_window": 4, "max_window_layers": 0, "use_sliding_window": False, "head_dim": ABSENT}
+        | {"rope_theta": 33.0, "rope_parameters": ABSENT, "layer_types": None, "max_length": 64, "temperature": 0.6},
+    ),
+    (
+        "qwen3",
+        {"layer_types": FULL, "rope_parameters": {"rope_theta": 31.0}, "rms_norm_eps": 1e-2, "sliding_window": 4},
+    ),
+    ("qwen3_moe", {"norm_topk_prob": False, "head_dim": 96, "sliding_window": 4, "rms_norm_eps": ABSENT}),
+    ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
+]
+"""One of each family: with these the default suite starts vLLM."""
+
 PASSING: list[Variant] = [
+    *FIRST,
     ("llama", {"sliding_window": None, "logit_scale": 1.0, "is_causal": True, "bias": False, "qk_norm": False}),
     ("llama", {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None}),
     ("llama", {"rms_norm_eps": 1e-3}),
@@ -83,15 +113,20 @@ PASSING: list[Variant] = [
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0, "factor": 1.0}}),
     ("llama", {"layer_types": FULL, "unsloth_fixed": True, "is_llama_config": True, "rope_interleaved": False}),
     ("llama", {"num_experts": 0, "quantization_config": None, "an_entry_of_next_year": None}),
+    ("llama", dict.fromkeys(("head_dim", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"), ABSENT)),
     ("qwen2", {"sliding_window": 4, "max_window_layers": 0, "use_sliding_window": False}),
+    ("qwen2", {"tie_word_embeddings": True, "head_dim": ABSENT, "rope_theta": 33.0, "rope_parameters": ABSENT}),
     ("qwen2", {"sliding_window": 4, "layer_types": None}),
     ("qwen2", {"use_mrope": False, "qkv_bias": True, "rope_theta": 1e6, "rope_parameters": None}),
     ("qwen2", {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_length": 64}),
     ("qwen3", {"qk_norm": True, "sliding_window": 4, "rms_norm_eps": 1e-2}),
     ("qwen3", {"layer_types": FULL, "attn_logit_softcapping": None, "rope_parameters": {"rope_theta": 31.0}}),
+    ("qwen3", {"head_dim": 96, "tie_word_embeddings": True, "rope_parameters": ABSENT, "rms_norm_eps": ABSENT}),
     ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": None, "router_aux_loss_coef": 0.9}),
     ("qwen3_moe", {"norm_topk_prob": True, "output_router_logits": True, "sliding_window": 4}),
     ("qwen3_moe", {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}, "scoring_func": "softmax"}),
+    ("qwen3_moe", {"norm_topk_prob": False, "head_dim": 96}),
+    ("qwen3_moe", dict.fromkeys(("norm_topk_prob", "rope_parameters", "rms_norm_eps", "head_dim"), ABSENT)),
     ("mixtral", {"norm_topk_prob": True, "router_jitter_noise": 0.0, "sliding_window": None}),
-    ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None}),
+    ("mixtral", {"head_dim": 96, "tie_word_embeddings": True, "rope_parameters": ABSENT, "rms_norm_eps": ABSENT}),
 ]

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.layout import inspect_model
 from megatron_rl.config.model_fields import ARCHITECTURES
-from tests.unit.odd_configs import PASSING, REFUSED
+from tests.unit.odd_configs import PASSING, REFUSED, laid_over
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,
@@ -33,7 +33,7 @@ def write_config(folder: Path, family: str, changes: dict[str, Any]) -> str:
         fields |= EXPERTS
     if family != "qwen3_moe":
         del fields["moe_intermediate_size"]
-    (folder / "config.json").write_text(json.dumps(fields | changes))
+    (folder / "config.json").write_text(json.dumps(laid_over(fields, changes)))
     return str(folder)
 
 
