@@ -235,7 +235,8 @@ def _apply_gradient(optimizer: MegatronOptimizer, norm: float) -> None:
         params = [] if part.is_stub_optimizer else part.get_parameters()
         if params:
             clip_grad_by_total_norm_fp32(params, max_norm=part.config.clip_grad, total_norm=norm)
-    assert optimizer.step_with_ready_grads()
+    updated = optimizer.step_with_ready_grads()
+    assert updated, "an optimizer without a loss scaler takes every step"
 
 
 def train_step(
