@@ -1,4 +1,5 @@
-"""Gives every test process, and what it starts, the environment of launch/env.sh, however pytest was started.
+"""Gives every test process, and what it starts, the environment of launch/env.sh and its signals, however pytest was
+started.
 
 Runs before torch is imported anywhere: thread counts and compile switches are read only then.
 """
@@ -6,6 +7,7 @@ Runs before torch is imported anywhere: thread counts and compile switches are r
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -23,4 +25,14 @@ def _load_environment() -> None:
             os.environ[name] = value
 
 
+def _heed_signals() -> None:
+    """Tests send signals to themselves and to what they start. A shell has its background jobs ignore SIGINT, nohup has
+    them ignore SIGHUP, and children inherit both.
+    """
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 _load_environment()
+_heed_signals()

@@ -159,7 +159,8 @@ def test_a_flows_own_reward_node_is_looked_at(value: float):
     [
         ("reward.failed_score=.inf", "reward.failed_score", "finite"),
         ("reward.failed_score=nan", "reward.failed_score", ""),
-        ("reward.failed_score=-1e308", "reward.failed_score", "larger than 1e+12"),
+        ("reward.failed_score=-1e308", "reward.failed_score", "too large for a number of 32 bits"),
+        ("reward.failed_score=-1e13", "reward.failed_score", "larger than 1e+12"),
         ("reward.function='numeric | 1e999'", "reward.function", "its number inf is not finite"),
         ("reward.function='numeric + 1e300 * exact_match'", "reward.function", "its number 1e+300 is larger than"),
         ("reward.by_source={s: 'numeric - 1e13'}", "reward.by_source.s", "larger than 1e+12"),
