@@ -83,3 +83,31 @@ def test_n1_mcore_equals_transformers(tmp_path: Path, family: str, tied: bool, v
         for name, grad in wanted.items():
             error = (result["grads"][name] - grad).norm() / grad.norm()
             assert error < 1e-4, (name, float(error))
+
+
+def _ids_on_rank(rank: int, world: int, folder: str, odd: int) -> list[str]:
+    from megatron_rl.errors import DataError
+    from megatron_rl.mcore import step
+
+    trainable = build(folder, make_actor(tp=world), world)
+    batch = random_batch(0, (5, 9), 127)
+    batch.tokens[7] = odd
+    said: list[str] = []
+    for call in (
+        lambda: step.forward_logprobs(trainable.policy, [batch], 1.0),
+        lambda: step.train_step(trainable, [batch], _loss, 1.0),
+    ):
+        try:
+            call()
+        except DataError as error:
+            said.append(str(error))
+    return said
+
+
+# With tp 2 the vocabulary has a row of padding, 127.
+@pytest.mark.parametrize("odd", [127, 128, -1])
+def test_a_step_on_an_id_that_is_no_token_of_the_model_is_refused(tmp_path: Path, odd: int) -> None:
+    folder = save_tiny(tmp_path / "model", "llama", tied=False, vocab=127, layers=1)
+    for said in run_ranks(2, _ids_on_rank, folder, odd):
+        assert len(said) == 2, said
+        assert all(f"no tokens of the model: {odd}; config.json says vocab_size 127" in text for text in said)
