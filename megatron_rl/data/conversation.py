@@ -11,11 +11,11 @@ messages to train on, unless they say what happens anyway. No torch and no token
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.data.files import BadRow
+from megatron_rl.data.formats import json_text
 
 Message = dict[str, Any]
 
@@ -133,9 +133,11 @@ def _from_sharegpt(message: Message, where: str) -> Message:
 def _function_calls(value: object, where: str) -> list[Message]:
     """tool_calls of ShareGPT's function_call: JSON text of {"name", "arguments"}, or of a list of them."""
     try:
-        calls = json.loads(value) if isinstance(value, str) else value
+        calls, fault = json_text(value) if isinstance(value, str) else (value, None)
     except ValueError:
-        calls = None
+        calls, fault = None, None
+    if fault is not None:
+        raise BadRow(f"in the JSON text of {where}: {fault}")
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not calls or not all(_is_call(call) for call in calls):
         raise BadRow(

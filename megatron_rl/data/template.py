@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 from megatron_rl.data.columns import TemplateInputs
 from megatron_rl.data.conversation import Message
 from megatron_rl.data.files import BadRow
+from megatron_rl.data.formats import json_text
 from megatron_rl.errors import DataError
 
 _QUESTION: Message = {"role": "user", "content": "a"}
@@ -122,7 +122,9 @@ class ChatTemplate:
 
 def _mapping_of(text: str) -> object:
     try:
-        value = json.loads(text)
+        value, fault = json_text(text)
     except ValueError:
         return text
+    if fault is not None:
+        raise BadRow(f"in the JSON text of a tool call's arguments: {fault}")
     return value if isinstance(value, dict) else text

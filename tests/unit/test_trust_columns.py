@@ -378,6 +378,10 @@ def test_columns_that_cannot_be_used_are_refused(
         ({"from": "narrator", "value": "a"}, "message 1 has from = 'narrator'",
          "use one of system, human, user, gpt"),
         ({"from": "human", "value": None}, "message 1 has content = None", "give a string"),
+        ({"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1, "a": 2}}'},
+         "JSON text of message 1: 'a' stands twice", "keep one"),
+        ({"from": "function_call", "value": '{"name": "f", "arguments": {"a": NaN}}'},
+         "JSON text of message 1: NaN", "write null"),
         ({"from": "function_call", "value": "weather()"}, "function_call with value = 'weather()'",
          "give JSON text of"),
         ({"role": "user", "content": None}, "message 1 has content = None", "give a string"),
@@ -396,6 +400,24 @@ def test_messages_that_cannot_be_used_are_refused(
     row = RL | {"prompt": [message]} if kind == "rl" else {"messages": [message, ANSWER]}
     text = refusal(kind, renderer, tmp_path, good, row)
     assert reason in text and cure in text.partition(reason)[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "cure"),
+    [
+        ('{"city": "Oslo", "city": "Bergen"}', "'city' stands twice", "keep one"),
+        ('{"days": 1e999}', "1e999 is beyond", "write it as text"),
+        ('{"days": NaN}', "NaN is no value", "write null"),
+        (r'{"city": "\ud83d"}', "city is not valid Unicode", "repair"),
+    ],
+)
+def test_arguments_that_lose_something_as_a_mapping_are_refused(
+    tmp_path: Path, renderer: Renderer, arguments: str, reason: str, cure: str
+):
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER, ANSWER]}
+    text = refusal("sft", renderer, tmp_path, SFT, row)
+    assert f"JSON text of a tool call's arguments: {reason}" in text and cure in text.partition(reason)[2]
 
 
 @pytest.mark.parametrize(
