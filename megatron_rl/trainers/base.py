@@ -28,6 +28,7 @@ from megatron_rl.data.stream import open_stream, steps_per_epoch
 from megatron_rl.flow import Flow, Node
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.trainers import report
 from megatron_rl.trainers.kl_control import KlControl
 from megatron_rl.trainers.mismatch import MismatchGuard
 from megatron_rl.trainers.nonfinite import NonFiniteGuard
@@ -100,14 +101,19 @@ class RlTrainer:
         assert self.train_set is not None and self.stream is not None, "an evaluation takes no steps"
         return [self.train_set.prompts[i] for i in self.stream.next()]
 
-    def run_flow(self, step: int) -> tuple[dict[str, Any], float]:
-        """One step over the next prompts: the flow's values, and seconds of the slowest rank inside its methods."""
+    def run_flow(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
+        """One step over the next prompts: the flow's values, and the metrics that all algorithms have.
+
+        Raises RolloutError where engine and trainer have differed too much for too long.
+        """
         self.guard.step = step
         prompts = self.next_prompts()
         busy = self.policy.busy_seconds
         values = self.flow.run(prompts=prompts, step=step)
         self.last_groups, self.last_results = values["groups"], values["results"]
-        return values, self.policy.busy_seconds - busy
+        busy = self.policy.busy_seconds - busy
+        metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
+        return values, metrics | self.mismatch.look(step, metrics)
 
     # Nodes, in the order of a step.
 

@@ -92,9 +92,7 @@ class GrpoTrainer(RlTrainer):
 
     def train_step(self, step: int) -> dict[str, float]:
         """One step; returns its metrics (report.py reads them off the flow's values)."""
-        values, busy = self.run_flow(step)
-        metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
-        metrics |= self.mismatch.look(step, metrics)
+        values, metrics = self.run_flow(step)
         metrics |= report.group_metrics(values) | values.get("sampling", {}) | values["counts"]
         skips = self.guard.metrics({"policy": [update.report for update in values["updates"]]})
         return metrics | skips | self.kl_control.metrics()

@@ -102,9 +102,7 @@ class PpoTrainer(RlTrainer):
 
     def train_step(self, step: int) -> dict[str, float]:
         """One step; returns its metrics (report.py reads them off the flow's values)."""
-        values, busy = self.run_flow(step)
-        metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
-        metrics |= self.mismatch.look(step, metrics)
+        values, metrics = self.run_flow(step)
         models = {"policy": "updates"} | ({} if self.shared else {"critic": "critic_updates"})
         skips = self.guard.metrics({name: [u.report for u in values[key]] for name, key in models.items()})
         return metrics | values["counts"] | report.critic_metrics(values) | skips | self.kl_control.metrics()

@@ -14,8 +14,11 @@ from megatron_rl.algos.correction import mismatch_metrics
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.errors import RolloutError
 from megatron_rl.observe.step_line import step_line
+from megatron_rl.trainers import report
 from megatron_rl.trainers.base import RlTrainer
+from megatron_rl.trainers.grpo import GrpoTrainer
 from megatron_rl.trainers.mismatch import MismatchGuard
+from megatron_rl.trainers.ppo import PpoTrainer
 from megatron_rl.types import TrainBatch
 from tests.unit.config_helpers import load, only_fault
 
@@ -107,6 +110,21 @@ def test_n8_sequences_that_an_on_policy_update_leaves_out_get_a_pass_of_their_ow
     found = RlTrainer.left_out_logprobs(trainer, batch, BatchPlan(((((0,), (1, 2)),),)), torch.tensor(kept))
     assert (seen == []) if passed is None else (seen == [BatchPlan(passed)])
     assert found.tolist() == [0.0 if passed is None else -1.0] * 6
+
+
+@pytest.mark.parametrize("algorithm", [GrpoTrainer, PpoTrainer])
+def test_n8_the_step_of_every_algorithm_looks_at_the_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: type[RlTrainer]
+) -> None:
+    """N8: a trainer without data and workers, whose flow gives metrics above the bound."""
+    trainer: Any = algorithm.__new__(algorithm)
+    trainer.guard, trainer.policy, trainer.needs_old_logprobs = SimpleNamespace(), SimpleNamespace(busy_seconds=0), True
+    trainer.next_prompts = list
+    trainer.flow = SimpleNamespace(run=lambda **_: {"groups": [], "results": []}, last_timings={})
+    trainer.mismatch = _guard(tmp_path, "algorithm.max_mismatch_steps=1")
+    monkeypatch.setattr(report, "step_metrics", lambda *_, **__: _metrics(1.0))
+    with pytest.raises(RolloutError, match=r"step 7.*algorithm\.max_mismatch"):
+        trainer.train_step(7)
 
 
 def test_the_line_of_a_step_shows_what_goes_wrong_quietly() -> None:
