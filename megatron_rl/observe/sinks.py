@@ -65,8 +65,7 @@ class Sinks:
                     logger.warning("%s: step %d could not be written (%s); training goes on", sink.name, step, error)
                 self._missed[sink.name] = self._missed.get(sink.name, 0) + 1
             else:
-                if isinstance(sink, JsonlSink) and self._missed.pop(sink.name, 0):
-                    logger.warning("%s: can be written again, and no step is missing in it", sink.name)
+                self._caught_up(sink)
 
     def close(self) -> None:
         """Close every sink, and say what is missing where."""
@@ -75,8 +74,14 @@ class Sinks:
                 sink.close()
             except sink.errors as error:
                 logger.warning("%s: could not be closed well (%s)", sink.name, error)
+            else:
+                self._caught_up(sink)
         for name, count in self._missed.items():
             logger.warning("%s: %d step(s) are missing in it", name, count)
+
+    def _caught_up(self, sink: Sink) -> None:
+        if isinstance(sink, JsonlSink) and self._missed.pop(sink.name, 0):
+            logger.warning("%s: can be written again, and no step is missing in it", sink.name)
 
 
 def open_sinks(

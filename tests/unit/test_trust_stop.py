@@ -269,6 +269,19 @@ def test_metrics_that_could_not_be_written_are_said_once_and_written_later(
     assert second == "metrics.jsonl: can be written again, and no step is missing in it"
 
 
+def test_the_last_metrics_are_written_when_the_run_ends_if_there_is_room_by_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    sinks = Sinks([JsonlSink(tmp_path / "metrics.jsonl")])
+    full = _limit_files(0)
+    next(full)
+    sinks.write(1, {"a": 0.1})
+    next(full, None)
+    sinks.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert caplog.records[-1].getMessage() == "metrics.jsonl: can be written again, and no step is missing in it"
+
+
 class Failing:
     name, errors = "service", (OSError,)
 
