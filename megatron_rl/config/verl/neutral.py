@@ -23,7 +23,6 @@ _FAMILIES = "the model families are built in: code of a model folder never runs"
 _WEIGHTS = "weights are always read from and written to Hugging Face form"
 _FOLLOWS = "the reference runs as the actor does: same numbers"
 _SAVES = "saves hold weights, tokenizer and config in Hugging Face form, whatever is listed here"
-_ROLLOUTS = "rollouts.jsonl in the run's folder has samples of every step (trainer.num_logged_rollouts)"
 
 
 @dataclass(frozen=True)
