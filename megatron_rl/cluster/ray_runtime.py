@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from megatron_rl.cluster import janitor, stop
 from megatron_rl.cluster.environment import port_in_use
@@ -128,6 +129,21 @@ def _no_answer(address: str, reason: str) -> ClusterError:
     )
 
 
+@contextmanager
+def _without_rays_handler() -> Iterator[None]:
+    """Inside the block Ray does not take SIGTERM: its handler would end the process in the middle of the start, with
+    exit code 15 and no word, when the signal reaches a thread that does not wait for the block's end.
+    """
+    from ray._private import utils
+
+    before = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda sigterm_handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+
+
 def _start(cluster: ClusterConfig, device: Device, folder: str) -> None:
     import ray
 
@@ -139,7 +155,7 @@ def _start(cluster: ClusterConfig, device: Device, folder: str) -> None:
     if cluster.ray_address is not None:
         _require_answer(cluster.ray_address)
         try:
-            with stop.unheard_by_children(), stop.handlers_kept():
+            with stop.unheard_by_children(), stop.handlers_kept(), _without_rays_handler():
                 ray.init(address=cluster.ray_address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise _no_answer(cluster.ray_address, str(error)) from error
@@ -153,7 +169,7 @@ def _start(cluster: ClusterConfig, device: Device, folder: str) -> None:
         # Ranks have environments of their own, so workers that Ray starts ahead of time would only sit by.
         options = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
         options["_temp_dir"] = folder
-        with stop.unheard_by_children(), stop.handlers_kept():
+        with stop.unheard_by_children(), stop.handlers_kept(), _without_rays_handler():
             ray.init(address="local", num_gpus=0 if device == "cpu" else None, **options, **quiet)
     finally:
         os.environ.pop("RAY_GCS_SERVER_PORT", None)
