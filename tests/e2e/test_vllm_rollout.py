@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.errors import ReshardError, RolloutError
+from megatron_rl.errors import MegatronRLError, ReshardError, RolloutError
 from tests.e2e.stack import needs_cpu_engine
 from tests.ranks.run_ranks import run_ranks
 from tests.ranks.tiny import load_hf_model, random_batch, save_tiny
@@ -266,7 +266,7 @@ def _incomplete_on_rank(rank: int, world: int, folder: str, extra: str) -> dict[
     for name, tensors in updates.items():
         try:
             engine.update_weights(iter(tensors.items()), 1)
-        except Exception as error:
+        except MegatronRLError as error:
             said[name] = f"{type(error).__name__} {error}"
         said[f"{name} version"] = str(engine.weight_version)
         try:
