@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.idle import idle_settings
@@ -128,6 +129,27 @@ def test_a_folder_without_a_trained_head_is_refused(tmp_path: Path):
     Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(folder)
     with pytest.raises(CheckpointError, match=r"has no weights for score\.weight"):
         worker(folder)
+
+
+def spoil(folder: Path, name: str, value: float) -> None:
+    """Put a number that is not finite into one of the folder's tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_reward_model_or_judge_with_weights_that_are_not_finite_is_refused(tmp_path: Path, value: float):
+    name = "model.layers.1.mlp.up_proj.weight"
+    scorer, judge = classifier(tmp_path / "scorer"), sevens(tmp_path / "judge")
+    spoil(scorer, name, value)
+    spoil(judge, name, value)
+    with pytest.raises(CheckpointError, match=rf"{scorer}/model\.safetensors: {re.escape(name)}.* -- copy the folder"):
+        worker(scorer)
+    plan = JudgePlan("cpu", -1.0, read_model_shape(str(judge)), seed=0)
+    with pytest.raises(CheckpointError, match=rf"{judge}/model\.safetensors: {re.escape(name)}.* -- copy the folder"):
+        JudgeWorker(0, 1, judge_config(judge, engine="hf", max_tokens=4), plan)
 
 
 def judge_config(path: Path | None, **fields: Any) -> JudgeConfig:
