@@ -61,6 +61,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "nan": [f"model.path={nan}", "trainer.on_nonfinite=skip"],
         "half": [f"model.path={huge}", "model.dtype=bfloat16", "actor.use_distributed_optimizer=false"],
     }
+    large = _model(root / "large", "8", 1e6)
+    prompts = write_jsonl(root / "rl.jsonl", [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in numbers])
+    own["publish"] = [
+        f"model.path={large}", f"data.train_files={prompts}", "algorithm.name=grpo", "reward.function=exact_match",
+        "rollout.name=fake", "rollout.n=2", "rollout.dtype=float16",
+    ]  # fmt: skip
     arguments = [["train", *common, f"trainer.experiment_name={name}", *more] for name, more in own.items()]
     done = subprocess.run(
         [sys.executable, "-c", ALL, json.dumps(arguments)], cwd=REPO, timeout=300, capture_output=True, text=True
@@ -113,3 +119,13 @@ def test_a_model_with_nan_weights_is_refused_before_any_step(runs: dict[str, Any
     file = runs["root"] / "nan" / "model.safetensors"
     assert f"{file}: model.embed_tokens.weight" in runs["said"]
     assert not (runs["root"] / "runs" / "nan" / "final").exists()
+
+
+def test_weights_that_the_engines_precision_cannot_hold_are_not_published(runs: dict[str, Any]) -> None:
+    """1e6 is a good float32 and infinite in float16: the run ends before the first sample, naming the tensor."""
+    assert runs["codes"]["publish"] == 2
+    said = "the actor's weights: 1 tensors hold numbers that are not finite, or that pass 6.55e+04"
+    assert (
+        said in runs["said"] and "model.embed_tokens.weight -- engines keep the weights that they have" in runs["said"]
+    )
+    assert not (runs["root"] / "runs" / "publish").exists()
