@@ -21,7 +21,7 @@ from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import load_sft
 from megatron_rl.errors import CheckpointError, MegatronRLError
-from megatron_rl.trainers.loop import summary_lines
+from megatron_rl.trainers.loop import Counted, summary_lines
 from megatron_rl.trainers.rewards import RunRewards
 from megatron_rl.types import Prompt
 from megatron_rl.weights import FAMILIES
@@ -30,6 +30,7 @@ from megatron_rl.weights.safetensors import SafetensorsSource
 from megatron_rl.weights.spec import hf_shapes
 
 T = TypeVar("T")
+CountedT = TypeVar("CountedT", bound=Counted)
 MOST_TOKENS_SHOWN = 400
 """Tokens of a row that `check --data` prints."""
 
@@ -107,33 +108,37 @@ def inspect(cfg: RunConfig, color: bool | None = None) -> Findings:
 
 
 def _look_at_prompts(cfg: RunConfig, renderer: Renderer, findings: Findings, color: bool) -> None:
-    data = cfg.data
-    train = _try(findings, lambda: load_prompts(data, data.train_files, renderer))
-    sets = {"train": train}
-    if data.val_files:
-        sets["val"] = _try(findings, lambda: load_prompts(data, data.val_files, renderer, validation=True))
-    whole = {name: prompts for name, prompts in sets.items() if prompts is not None}
-    findings.lines += summary_lines(whole, data.mix_weights)
+    sets = _read_sets(cfg, renderer, findings, load_prompts)
     # Rewards are judged by the rows that they will see: without all of them, a fault may be the rows' own.
-    if len(whole) == len(sets):
-        _try(findings, lambda: _check_rewards(cfg, [prompt for one in whole.values() for prompt in one.prompts]))
-    if train is not None:
-        ids = train.prompts[0].token_ids
+    if len(sets) == 1 + bool(cfg.data.val_files):
+        _try(findings, lambda: _check_rewards(cfg, [prompt for one in sets.values() for prompt in one.prompts]))
+    if "train" in sets:
+        ids = sets["train"].prompts[0].token_ids
         findings.lines += row_lines("first prompt", ids, [False] * len(ids), renderer, color)
 
 
 def _look_at_samples(cfg: RunConfig, renderer: Renderer, findings: Findings, color: bool) -> None:
-    data = cfg.data
-    train = _try(findings, lambda: load_sft(data, data.train_files, renderer))
-    sets = {"train": train}
-    if data.val_files:
-        sets["val"] = _try(findings, lambda: load_sft(data, data.val_files, renderer, validation=True))
-    findings.lines += summary_lines({name: one for name, one in sets.items() if one is not None}, data.mix_weights)
-    if train is not None:
-        sample = train.samples[0]
+    sets = _read_sets(cfg, renderer, findings, load_sft)
+    if "train" in sets:
+        sample = sets["train"].samples[0]
         # The first token of a sequence is predicted by nothing.
         mask = [False, *sample.loss_mask[1:]]
         findings.lines += row_lines("first row", sample.token_ids, mask, renderer, color)
+
+
+def _read_sets(
+    cfg: RunConfig, renderer: Renderer, findings: Findings, load: Callable[..., CountedT]
+) -> dict[str, CountedT]:
+    """The training set and, where there is one, the validation set: those that could be read, with their summary."""
+    data, sets = cfg.data, dict[str, CountedT]()
+    for name, files in (("train", data.train_files), ("val", data.val_files)):
+        if name == "val" and not files:
+            continue
+        found = _try(findings, lambda files=files, name=name: load(data, files, renderer, validation=name == "val"))
+        if found is not None:
+            sets[name] = found
+    findings.lines += summary_lines(sets, data.mix_weights)
+    return sets
 
 
 def _check_rewards(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
