@@ -160,7 +160,7 @@ def test_half_a_surrogate_pair_is_named_with_all_other_bad_rows(
     assert "repair the text, or leave the row out" in lines[0]
 
 
-def test_half_a_pair_that_a_template_writes_is_named(tmp_path: Path):
+def test_half_a_pair_in_the_json_text_of_a_call_is_named(tmp_path: Path):
     """The arguments of a call are JSON text, so the file itself holds no half pair."""
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}"
     template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
@@ -169,9 +169,18 @@ def test_half_a_pair_that_a_template_writes_is_named(tmp_path: Path):
     rows = [{"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER]}, {"prompt": [USER]}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     _, line = refusal(renderer, path, "rl")
-    assert (
-        line.startswith(f"  {path} row 1: the text is not valid Unicode at character 3 (") and "repair the text" in line
-    )
+    assert line.startswith(f"  {path} row 1: in the JSON text of a tool call's arg")
+    assert "a is not valid Unicode at character 1 (" in line and "repair the text" in line
+
+
+def test_half_a_pair_that_a_template_writes_is_named(tmp_path: Path):
+    template = "{% for m in messages %}{{ m.content }}" + r"""{{ "\ud83d" if m.role == "system" }}""" + "{% endfor %}"
+    renderer = Renderer(str(chat_folder(tmp_path / "model", template=template)))
+    rows = [{"prompt": [{"role": "system", "content": "ab"}, USER]}, {"prompt": [USER]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    _, line = refusal(renderer, path, "rl")
+    assert line.startswith(f"  {path} row 1: the text is not valid Unicode at character 3 (")
+    assert "repair the text" in line
 
 
 def test_a_kept_fault_is_not_that_of_another_row(tmp_path: Path, renderer: Renderer):
