@@ -25,9 +25,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.config.actor import ActorConfig
-from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.data.batching import BatchPlan, plan_batches, sequence_cost
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import TrainBatch
 
 LONGEST = 8192

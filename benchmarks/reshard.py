@@ -9,7 +9,7 @@ Between processes:
   full      every HF tensor gathered whole on every rank (mcore/convert.py), each rank keeps its part: verl's way
   mcore     megatron.core.resharding's planner and executor, which goes from one Megatron layout to another
   reshard   this package's plan and executor (reshard/)
-full and reshard fill vLLM's parameters, on the ranks that reshard/search.py gives each engine; mcore fills a Megatron
+full and reshard fill vLLM's parameters, on the ranks that rank_order.py gives each engine; mcore fills a Megatron
 model split as the engine is, on neighbouring ranks. Bytes are those that ranks receive from each other, messages those
 that they send (a gather or broadcast counts once a rank), staging is the most temporary memory on a rank, seconds the
 best of the repeats, of the slowest rank. The minimum is what engines need and their rank lacks. On one machine gloo
@@ -33,15 +33,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.actor import ActorConfig
-from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.sections.actor import ActorConfig
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.rules import LocalParam, megatron_params
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.topology import topology_of
-from megatron_rl.reshard.account import Trainers, colocated_layout
 from megatron_rl.reshard.plan import Shard, make_plan
+from megatron_rl.reshard.planning.cost import Trainers, colocated_layout
+from megatron_rl.reshard.planning.tables import FamilyTable
 from megatron_rl.reshard.shards import engine_shards, trainer_shards
-from megatron_rl.reshard.tables import FamilyTable
-from megatron_rl.weights import FAMILIES
-from megatron_rl.weights.spec import LocalParam, megatron_params
 
 DTYPE = torch.bfloat16
 

@@ -28,7 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.layout import ModelShape, read_model_shape
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.engine import engine_params, live_params
+from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.parallel.links import Links
 from megatron_rl.reshard.alias import find_sharing
 from megatron_rl.reshard.execute import Transfer
@@ -36,9 +39,6 @@ from megatron_rl.reshard.plan import Shard, make_plan
 from megatron_rl.reshard.publisher import ReshardPublisher
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, make_engine
 from megatron_rl.types import SyncReport
-from megatron_rl.weights import FAMILIES
-from megatron_rl.weights.engine_spec import engine_params, live_params
-from megatron_rl.weights.spec import LocalParam, hf_shapes, megatron_params
 
 # name: (hidden, layers, heads, KV heads, inner size, vocabulary)
 SIZES = {

@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster import stop
-from megatron_rl.config.arithmetic import Row, batch_table, format_table, layout_table
-from megatron_rl.config.foreign import foreign_arguments
-from megatron_rl.config.idle import idle_settings
-from megatron_rl.config.keys import as_markdown, find_keys, near_words
-from megatron_rl.config.keys import as_text as list_of_keys
-from megatron_rl.config.layout import read_model_shape
+from megatron_rl.config.checks.table import Verb
+from megatron_rl.config.checks.unused import idle_settings
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
-from megatron_rl.config.reader import NoEffect
-from megatron_rl.config.run import RunConfig, Verb
+from megatron_rl.config.run import RunConfig
+from megatron_rl.config.tables import Row, batch_table, format_table, layout_table
+from megatron_rl.config.text.foreign import foreign_arguments
+from megatron_rl.config.text.keys import as_markdown, find_keys, near_words
+from megatron_rl.config.text.keys import as_text as list_of_keys
+from megatron_rl.config.text.reader import NoEffect
 from megatron_rl.errors import ConfigError, Fault, MegatronRLError
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.observe.versions import versions_line
-from megatron_rl.reshard import request as plan_request
-from megatron_rl.reshard.report import as_json, as_text, make_report
+from megatron_rl.reshard.planning import request as plan_request
+from megatron_rl.reshard.planning.report import as_json, as_text, make_report
 
 VERBS: dict[str, str] = {
     "check": "resolve the config and print the run, its batch arithmetic and its layout; start nothing",

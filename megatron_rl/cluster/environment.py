@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 
 PASSED_PREFIXES = ("VLLM_", "NCCL_", "OMP_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TOKENIZERS_")
 """What the controller's environment says under these prefixes holds for workers on every node."""

@@ -11,7 +11,7 @@ from megatron_rl.cluster.backend import Answer, close_worker, timed_call
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import free_port, rank_environment, worker_environment
 from megatron_rl.cluster.resources import Device
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 
 
 class InlineBackend:

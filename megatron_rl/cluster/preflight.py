@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.surroundings import surroundings_faults
-from megatron_rl.config.folders import nearest_folder, run_folder
-from megatron_rl.config.layout import inspect_model
+from megatron_rl.config.checks.folders import nearest_folder, run_folder
 from megatron_rl.errors import ConfigError, Fault
+from megatron_rl.models.shape import inspect_model
 
 if TYPE_CHECKING:
     from megatron_rl.config.run import RunConfig

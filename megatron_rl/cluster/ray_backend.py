@@ -21,7 +21,7 @@ from megatron_rl.cluster.environment import rank_environment, worker_environment
 from megatron_rl.cluster.rank_host import Place, RankHost, Watch
 from megatron_rl.cluster.ray_wait import Outcome, unwrapped, wait_for_ranks
 from megatron_rl.cluster.resources import Device, Placement, plan_placement, require_room
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
 CLOSE_S = 10.0

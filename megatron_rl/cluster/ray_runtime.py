@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from megatron_rl.cluster import janitor, stop
 from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.resources import Device
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
 ANSWER_S = 20.0

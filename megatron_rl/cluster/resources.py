@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
 Device = Literal["cpu", "cuda"]

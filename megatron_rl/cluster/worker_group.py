@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.cluster.backend import Backend
 from megatron_rl.cluster.dispatch import RankGrid, collected_ranks, dispatch_of, gather, scatter
 from megatron_rl.cluster.resources import Device
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
 

@@ -15,12 +15,14 @@ from typing import Any, cast
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_rl.config import interpolation, verl
-from megatron_rl.config.explain import MISSING, bad_value, refused_value, unknown_key
-from megatron_rl.config.foreign import foreign_config
-from megatron_rl.config.reader import Entry, NoEffect, read_file, read_overrides, resolve_numbers
-from megatron_rl.config.run import RunConfig, Verb, cross_faults
-from megatron_rl.config.schema import Schema, join_key, schema_of, split_key
+from megatron_rl.config import verl
+from megatron_rl.config.checks.table import Verb, cross_faults
+from megatron_rl.config.run import RunConfig
+from megatron_rl.config.text import interpolation
+from megatron_rl.config.text.explain import MISSING, bad_value, refused_value, unknown_key
+from megatron_rl.config.text.foreign import foreign_config
+from megatron_rl.config.text.reader import Entry, NoEffect, read_file, read_overrides, resolve_numbers
+from megatron_rl.config.text.schema import Schema, join_key, schema_of, split_key
 from megatron_rl.errors import ConfigError, Fault
 
 

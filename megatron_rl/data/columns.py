@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from megatron_rl.config.data import RESERVED_KEYWORDS, DataConfig
+from megatron_rl.config.sections.data import RESERVED_KEYWORDS, DataConfig
 from megatron_rl.data.conversation import MEDIA, TEXT_ALONE, is_empty, mask_says, short
 from megatron_rl.data.files import BadRow, find_value
 from megatron_rl.data.formats import json_text

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.config.data_paths import GIVE, data_files, dataset_shards
+from megatron_rl.config.checks.data_paths import GIVE, data_files, dataset_shards
 from megatron_rl.data.formats import read_arrow, read_file
 from megatron_rl.errors import DataError
 
@@ -50,7 +50,7 @@ def refuse_bad_rows(bad: Sequence[tuple[Row, str]], num_rows: int, what: str) ->
 def read_rows(paths: Sequence[str], what: str) -> list[Row]:
     """All rows of the files, one file after the other. `what` names the set in errors ("data.train_files").
 
-    Paths may be patterns (config/data_paths.py); formats.py says what each kind of file holds. A row that cannot be
+    Paths may be patterns (checks/data_paths.py); formats.py says what each kind of file holds. A row that cannot be
     read comes with its fault, so that loaders can name it together with rows that are bad for other reasons.
 
     Raises DataError: a file that is missing, unreadable, empty, of another kind or named twice (all such files at

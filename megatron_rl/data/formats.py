@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.config.data_paths import kind_of, stem_of
+from megatron_rl.config.checks.data_paths import kind_of, stem_of
 from megatron_rl.errors import DataError, MissingDependency
 
 Values = dict[str, Any]

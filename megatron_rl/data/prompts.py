@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from megatron_rl.config.data import DataConfig
-from megatron_rl.config.data_paths import stem_of
+from megatron_rl.config.checks.data_paths import stem_of
+from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_text import CURE, is_chat_text
 from megatron_rl.data.columns import (
     GROUND_TRUTH_KEYS,

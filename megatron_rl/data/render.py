@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.config.data import DataConfig
-from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.data.columns import TemplateInputs
 from megatron_rl.data.conversation import ROLES, Message, check_messages, is_empty
 from megatron_rl.data.end_tokens import known_end_ids, named_end_ids

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_text import is_chat_text
 from megatron_rl.data.columns import (
     TemplateInputs,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.errors import DataError
 
 

@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.columns import rendered_values
 from megatron_rl.data.files import BadRow, Row
 from megatron_rl.data.render import Renderer

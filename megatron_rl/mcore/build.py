@@ -19,13 +19,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.config.actor import ActorConfig, OptimConfig, ParallelConfig
-from megatron_rl.config.layout import ModelShape
+from megatron_rl.config.sections.actor import ActorConfig, OptimConfig, ParallelConfig
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.norm import RMSNorm
+from megatron_rl.models.rules import padded_vocab
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.groups import tp_group
-from megatron_rl.weights.spec import padded_vocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

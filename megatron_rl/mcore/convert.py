@@ -1,4 +1,4 @@
-"""Hugging Face weights into a Megatron model and out again, block by block (the table is weights/spec.py).
+"""Hugging Face weights into a Megatron model and out again, block by block (the table is models/rules.py).
 
 A model is a grid of chunks: pipeline stage x virtual chunk. Each chunk holds some layers, split over
 tensor-parallel ranks; experts are split over expert-parallel ranks instead.
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_rl.config.layout import ModelShape
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.build import Policy
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import expert_group, pp_group, tp_group
-from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.heads import value_head_params, value_head_shapes
 from megatron_rl.weights.safetensors import WeightSource, refuse_nonfinite
-from megatron_rl.weights.spec import LocalParam, hf_shapes, megatron_params
 
 
 def chunk_params(policy: Policy, stage: int, chunk: int, tp_rank: int, expert_rank: int) -> list[LocalParam]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.sections.actor import ParallelConfig
 
 
 @dataclass(frozen=True)

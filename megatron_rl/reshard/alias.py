@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.weights.spec import Block, LocalParam
+from megatron_rl.models.rules import Block, LocalParam
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.models.rules import LocalParam
 from megatron_rl.ops.copies import CopyBatch
 from megatron_rl.parallel.links import Links, Message, Pending
 from megatron_rl.reshard.plan import BlockIndex, Move, Place, Plan, RankBytes
 from megatron_rl.reshard.rounds import Bucket, Round, rounds_of_rank, row_size
-from megatron_rl.weights.spec import LocalParam
 
 Tensors = Mapping[str, torch.Tensor]
 Copy = tuple[torch.Tensor, torch.Tensor]

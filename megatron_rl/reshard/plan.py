@@ -1,6 +1,6 @@
 """Which rectangle of which HF tensor goes from which process to which: the plan of one weight sync. Pure, no tensors.
 
-Both sides are described in Hugging Face coordinates (weights/spec.py, weights/engine_spec.py), so that a plan needs to
+Both sides are described in Hugging Face coordinates (models/rules.py, models/engine.py), so that a plan needs to
 know nothing about how either fuses or splits its parameters. docs/resharding.md has a worked example.
 
     trainers = [Shard(0, (...)), Shard(1, (...))]      # what each process holds
@@ -24,8 +24,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_rl.errors import ReshardError
+from megatron_rl.models.rules import Block, LocalParam
 from megatron_rl.reshard.solve import Bundle, Loads, Placement, Solved, merge_rects, solve
-from megatron_rl.weights.spec import Block, LocalParam
 
 NodeOf = Callable[[int], int]
 Rect = tuple[int, int, int, int]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.layout import ModelShape
 from megatron_rl.errors import ReshardError
+from megatron_rl.models.engine import engine_params, whole_params
+from megatron_rl.models.rules import Family, LocalParam, megatron_params
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.reshard.plan import Shard
-from megatron_rl.weights.engine_spec import engine_params, whole_params
-from megatron_rl.weights.spec import Family, LocalParam, megatron_params
 
 
 @dataclass(frozen=True)

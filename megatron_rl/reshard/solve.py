@@ -1,5 +1,5 @@
 """The choice of moves for one bundle of tensors, and its proof. Pure integers over rectangles; used by the exact plan
-(reshard/plan.py) and by the accounting at scale (reshard/account.py) alike.
+(reshard/plan.py) and by the accounting at scale (reshard/planning/cost.py) alike.
 
 A rectangle is (first row, end row, first column, end column) of an HF tensor; 1-D tensors have one column.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.config.reward_terms import LARGEST_SCORE
+from megatron_rl.config.checks.reward_terms import LARGEST_SCORE
 from megatron_rl.errors import RewardError
 
 

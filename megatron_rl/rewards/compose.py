@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_rl.config.reward_terms import Constant, First, Reward, Sum, Term, rewards_in
+from megatron_rl.config.checks.reward_terms import Constant, First, Reward, Sum, Term, rewards_in
 from megatron_rl.errors import RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample, checked
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
-from megatron_rl.config.reward import RewardConfig
-from megatron_rl.config.reward_checks import WORKER_NAMES, RewardPlan, plan_rewards
-from megatron_rl.config.reward_terms import Reward
+from megatron_rl.config.checks.reward import WORKER_NAMES, RewardPlan, plan_rewards
+from megatron_rl.config.checks.reward_terms import Reward
+from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample, shown
 from megatron_rl.rewards.compose import Results, score_by_source

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_rl.config.reward_terms import First, Reward, Sum, Term
+from megatron_rl.config.checks.reward_terms import First, Reward, Sum, Term
 from megatron_rl.errors import DataError
 from megatron_rl.rewards.answers import only_number
 from megatron_rl.rewards.base import RewardSample

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.engine_keywords import why_refused
-from megatron_rl.config.layout import read_model_shape
+from megatron_rl.config.checks.engine_keywords import why_refused
 from megatron_rl.errors import MissingDependency, RolloutError
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.engine import engine_params, live_params
+from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.rollout.engine import (
     EnginePart,
     EngineSettings,
@@ -28,9 +31,6 @@ from megatron_rl.rollout.engine import (
     check_requests,
     whole_update,
 )
-from megatron_rl.weights import FAMILIES
-from megatron_rl.weights.engine_spec import engine_params, live_params
-from megatron_rl.weights.spec import hf_shapes
 
 _CPU_KV_CACHE_GB = 0.25
 

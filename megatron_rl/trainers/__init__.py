@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.cluster.janitor import kept_clean
 from megatron_rl.cluster.preflight import preflight
-from megatron_rl.config.folders import export_faults
+from megatron_rl.config.checks.folders import export_faults
 from megatron_rl.config.load import dump_yaml
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import CheckpointError

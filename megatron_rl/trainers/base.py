@@ -19,22 +19,22 @@ from megatron_rl.algos.kl import KL_ESTIMATORS
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.cluster import stop
 from megatron_rl.cluster.worker_group import WorkerGroup
-from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.run import RunConfig
+from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.data.batching import BatchPlan, MicroBatches, collect_column, from_rollouts, select_micro_batches
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.stream import open_stream, steps_per_epoch
+from megatron_rl.experience.scoring import RunRewards, require_scores
 from megatron_rl.flow import Flow, Node
+from megatron_rl.learning.kl_control import KlControl
+from megatron_rl.learning.mismatch import MismatchGuard
+from megatron_rl.learning.nonfinite import NonFiniteGuard
+from megatron_rl.learning.selection import Shaped, length_penalties, loss_old_logprobs, response_lens
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers import report
-from megatron_rl.trainers.kl_control import KlControl
-from megatron_rl.trainers.mismatch import MismatchGuard
-from megatron_rl.trainers.nonfinite import NonFiniteGuard
 from megatron_rl.trainers.placement import plan_for, start_policy
-from megatron_rl.trainers.rewards import RunRewards, require_scores
-from megatron_rl.trainers.shaping import Shaped, length_penalties, loss_old_logprobs, response_lens
 from megatron_rl.trainers.validation import validation_metrics
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, SyncReport, TrainBatch
 from megatron_rl.workers.policy import UpdateResult

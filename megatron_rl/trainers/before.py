@@ -14,20 +14,20 @@ from itertools import groupby
 from typing import TypeVar
 
 from megatron_rl.cluster.preflight import preflight
-from megatron_rl.config.layout import ModelShape, read_critic_shape, read_model_shape
-from megatron_rl.config.reward_checks import plan_rewards
+from megatron_rl.config.checks.reward import plan_rewards
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import load_sft
 from megatron_rl.errors import CheckpointError, MegatronRLError
+from megatron_rl.experience.scoring import RunRewards
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape
 from megatron_rl.trainers.loop import Counted, summary_lines
-from megatron_rl.trainers.rewards import RunRewards
 from megatron_rl.types import Prompt
-from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.heads import ValueHeadSource, value_head_shapes
 from megatron_rl.weights.safetensors import SafetensorsSource
-from megatron_rl.weights.spec import hf_shapes
 
 T = TypeVar("T")
 CountedT = TypeVar("CountedT", bound=Counted)

@@ -18,12 +18,12 @@ from megatron_rl.algos import ADVANTAGES
 from megatron_rl.algos.advantages import AdvantageInputs, flat_groups
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan
+from megatron_rl.experience.dynamic import differing, sample_differing
 from megatron_rl.flow import Flow, Node
+from megatron_rl.learning.selection import leave_out, length_penalties, response_lens
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
 from megatron_rl.trainers.base import RlTrainer, sequence_names
-from megatron_rl.trainers.sampling import differing, sample_differing
-from megatron_rl.trainers.shaping import leave_out, length_penalties, response_lens
 from megatron_rl.types import Prompt, RolloutGroup, TrainBatch
 from megatron_rl.workers.policy import UpdateResult
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.cluster import stop
-from megatron_rl.config.arithmetic import batch_table, format_table, layout_table
-from megatron_rl.config.folders import ROOT_KEY
-from megatron_rl.config.layout import read_model_shape
+from megatron_rl.config.checks.folders import ROOT_KEY
 from megatron_rl.config.load import dump_yaml, to_dict
 from megatron_rl.config.run import RunConfig
+from megatron_rl.config.tables import batch_table, format_table, layout_table
 from megatron_rl.errors import ConfigError, DataError, Fault, MissingDependency
+from megatron_rl.models.shape import read_model_shape
+from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.progress import Progress
-from megatron_rl.observe.report import plot_curves
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, open_sinks, require_sinks
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record

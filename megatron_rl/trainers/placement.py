@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.resources import resolve_device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
-from megatron_rl.config.actor import ActorConfig
-from megatron_rl.config.layout import ModelShape, read_critic_shape, read_model_shape
 from megatron_rl.config.run import RunConfig
+from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.data.batching import BatchPlan, plan_batches
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape
 from megatron_rl.parallel.collectives import keeps_group_order
 from megatron_rl.parallel.topology import Topology, topology_of
-from megatron_rl.reshard.account import Trainers, colocated_layout
-from megatron_rl.reshard.tables import FamilyTable
-from megatron_rl.weights import FAMILIES
+from megatron_rl.reshard.planning.cost import Trainers, colocated_layout
+from megatron_rl.reshard.planning.tables import FamilyTable
 from megatron_rl.workers.colocated import engine_layout
 from megatron_rl.workers.critic import CriticPlan, CriticWorker
 from megatron_rl.workers.policy import PolicyPlan, PolicyWorker

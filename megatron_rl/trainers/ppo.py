@@ -20,11 +20,11 @@ from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_batches
 from megatron_rl.flow import Flow, Node
+from megatron_rl.learning.selection import leave_out
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
 from megatron_rl.trainers.base import RlTrainer, bare, sequence_names
 from megatron_rl.trainers.placement import plan_for, start_policy
-from megatron_rl.trainers.shaping import leave_out
 from megatron_rl.types import RolloutGroup, TrainBatch
 from megatron_rl.workers.policy import UpdateResult
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from megatron_rl.config.folders import NAME_KEY, nearest_folder
-from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.checks.folders import NAME_KEY, nearest_folder
+from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError, Fault
 
 logger = logging.getLogger(__name__)

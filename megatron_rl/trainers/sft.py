@@ -18,8 +18,8 @@ from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_ba
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import SftSample, SftSet, load_sft
 from megatron_rl.data.stream import open_stream, steps_per_epoch
+from megatron_rl.learning.nonfinite import NonFiniteGuard
 from megatron_rl.trainers import report
-from megatron_rl.trainers.nonfinite import NonFiniteGuard
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.types import TrainBatch
 from megatron_rl.workers.policy import UpdateResult

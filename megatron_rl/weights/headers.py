@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.layout import inspect_critic
+from megatron_rl.models.shape import inspect_critic
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")

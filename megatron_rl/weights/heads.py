@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.layout import HeadKind, ModelShape
+from megatron_rl.models.rules import Block, LocalParam
+from megatron_rl.models.shape import HeadKind, ModelShape
 from megatron_rl.weights.safetensors import WeightSource
-from megatron_rl.weights.spec import Block, LocalParam
 
 VALUE_HEAD = WEIGHT, BIAS = "score.weight", "score.bias"
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.config.layout import ModelShape
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ReshardError
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.engine import live_params
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.links import Links
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.alias import Sharing, find_sharing, sharing_off
@@ -20,8 +22,6 @@ from megatron_rl.reshard.plan import make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
-from megatron_rl.weights import FAMILIES
-from megatron_rl.weights.engine_spec import live_params
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.build import Policy

@@ -11,8 +11,8 @@ import torch
 
 from megatron_rl.algos.values import value_loss
 from megatron_rl.cluster.dispatch import Collect, Split, dispatch
-from megatron_rl.config.layout import HeadKind, ModelShape
 from megatron_rl.config.run import RunConfig
+from megatron_rl.models.shape import HeadKind, ModelShape
 from megatron_rl.types import TrainBatch
 from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource, token_classifier_config
 from megatron_rl.workers.policy import PolicyPlan, PolicyWorker, UpdateResult, actor_objective

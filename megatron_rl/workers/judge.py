@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from megatron_rl.cluster.dispatch import Split, dispatch
-from megatron_rl.config.layout import ModelShape
-from megatron_rl.config.reward import JudgeConfig
+from megatron_rl.config.sections.reward import JudgeConfig
 from megatron_rl.data.render import Renderer
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, make_engine
-from megatron_rl.weights import FAMILIES
 from megatron_rl.weights.safetensors import SafetensorsSource, finite_tensors
-from megatron_rl.weights.spec import hf_shapes
 
 LONGEST_SHOWN = 200
 

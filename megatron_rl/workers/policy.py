@@ -17,11 +17,11 @@ import torch
 from megatron_rl.algos import LOSSES
 from megatron_rl.algos.losses import TokenLoss, nll_loss, policy_objective
 from megatron_rl.cluster.dispatch import Collect, Split, dispatch
-from megatron_rl.config.actor import ActorConfig
-from megatron_rl.config.layout import ModelShape
 from megatron_rl.config.run import RunConfig
+from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore import cpu
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.parallel.collectives import adder
 from megatron_rl.parallel.topology import topology_of

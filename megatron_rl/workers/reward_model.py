@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megatron_rl.cluster.dispatch import Split, dispatch
-from megatron_rl.config.data import DataConfig
-from megatron_rl.config.model import ModelConfig
-from megatron_rl.config.reward import RewardModelConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.model import ModelConfig
+from megatron_rl.config.sections.reward import RewardModelConfig
 from megatron_rl.errors import CheckpointError, RewardError
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample, checked

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.stack import HAS_CPU_ENGINE
-from tests.ranks import run_ranks
+from tests.helpers import run_ranks
+from tests.helpers.stack import HAS_CPU_ENGINE
 
 ENGINE = [
     "vllm",

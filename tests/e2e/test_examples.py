@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.readme import commands_of, filled
-from tests.e2e.stack import needs_cpu_engine
-from tests.unit.config_helpers import make_model
-from tests.unit.data_helpers import chat_folder
+from tests.helpers.config import make_model
+from tests.helpers.data import chat_folder
+from tests.helpers.readme import commands_of, filled
+from tests.helpers.stack import needs_cpu_engine
 
 REPO = Path(__file__).resolve().parents[2]
 # In the order in which their commands build on each other.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from examples.quickstart.make_data import make
-from tests.e2e.stack import needs_cpu_engine
 from tests.e2e.test_runs import DP2, GRPO, _run
+from tests.helpers.stack import needs_cpu_engine
 
 FIELDS = {
     "architectures": ["Qwen3MoeForCausalLM"],

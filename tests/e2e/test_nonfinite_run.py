@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.data_helpers import model_folder, write_jsonl
+from tests.helpers.data import model_folder, write_jsonl
 
 REPO = Path(__file__).resolve().parents[2]
 ALL = """import sys, json

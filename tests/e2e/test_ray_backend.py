@@ -23,7 +23,7 @@ from megatron_rl.cluster.dispatch import Collect, RankGrid, Split, dispatch
 from megatron_rl.cluster.environment import free_port
 from megatron_rl.cluster.ray_backend import RayBackend
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ JOINING_RUN = """
 import sys, time
 from megatron_rl.cluster.dispatch import RankGrid, dispatch
 from megatron_rl.cluster.worker_group import start_group
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.sections.cluster import ClusterConfig
 
 class Sleeper:
     def __init__(self, rank, world):

@@ -10,7 +10,7 @@ import pytest
 from examples.quickstart.make_data import make
 from megatron_rl import trainers
 from megatron_rl.config.load import load_config
-from tests.unit.test_rewards_models import classifier, sevens
+from tests.unit.rewards.test_models import classifier, sevens
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "grpo-add2-1n1g.yaml"
 

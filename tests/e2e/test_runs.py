@@ -13,8 +13,8 @@ import pytest
 from examples.quickstart.make_data import make
 from megatron_rl import trainers
 from megatron_rl.config.load import load_config
-from tests.e2e.stack import needs_cpu_engine
-from tests.ranks.run_ranks import run_ranks
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.stack import needs_cpu_engine
 
 REPO = Path(__file__).resolve().parents[2]
 SFT, GRPO = (str(REPO / "configs" / f"{name}-add2-1n1g.yaml") for name in ("sft", "grpo"))

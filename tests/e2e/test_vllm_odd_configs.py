@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.stack import needs_cpu_engine
 from tests.e2e.test_vllm_rollout import _settings
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import load_hf_model, save_odd
-from tests.unit.odd_configs import FIRST, PASSING, Variant
+from tests.helpers.odd_configs import FIRST, PASSING, Variant
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.stack import needs_cpu_engine
+from tests.helpers.tiny import load_hf_model, save_odd
 
 NEW_TOKENS = 12
 SMALL = {"kv_cache_gb": 0.05, "max_num_seqs": 4, "max_num_batched_tokens": 64}

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import MegatronRLError, ReshardError, RolloutError
-from tests.e2e.stack import needs_cpu_engine
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import load_hf_model, random_batch, save_tiny
-from tests.ranks.training import build, make_actor
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.stack import needs_cpu_engine
+from tests.helpers.tiny import load_hf_model, random_batch, save_tiny
+from tests.helpers.training import build, make_actor
 
 NEW_TOKENS = 24
 LONG_PROMPT = 300

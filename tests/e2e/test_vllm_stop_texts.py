@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from megatron_rl.data.render import Renderer
-from tests.e2e.stack import needs_cpu_engine
 from tests.e2e.test_vllm_rollout import _settings
-from tests.ranks.run_ranks import run_ranks
-from tests.unit.data_helpers import chat_folder
+from tests.helpers.data import chat_folder
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.stack import needs_cpu_engine
 
 STOPS = (["<|im_end|>"], ["<|im_end|><|im_end|>"], ["x", "<|im_end|><|im_end|><|im_end|>"], ["x"], [])
 NEW_TOKENS = 6

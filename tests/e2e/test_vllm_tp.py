@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.config.layout import read_model_shape
 from megatron_rl.errors import ReshardError, RolloutError
-from megatron_rl.weights import FAMILIES
-from megatron_rl.weights.engine_spec import engine_params, live_params
-from megatron_rl.weights.spec import LocalParam, megatron_params
-from tests.e2e.stack import needs_cpu_engine
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.engine import engine_params, live_params
+from megatron_rl.models.rules import LocalParam, megatron_params
+from megatron_rl.models.shape import read_model_shape
 from tests.e2e.test_vllm_rollout import _gaps, _settings
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import load_hf_model, random_batch, save_tiny
-from tests.ranks.training import build
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.stack import needs_cpu_engine
+from tests.helpers.tiny import load_hf_model, random_batch, save_tiny
+from tests.helpers.training import build
 
 PROMPTS = ((5, 17, 9), (40,) * 20, tuple(range(2, 120)) * 2)
 NEW_TOKENS = 8

@@ -18,9 +18,9 @@ from megatron_rl.algos import LOSSES
 from megatron_rl.algos.losses import nll_loss, policy_objective
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.types import TrainBatch
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import build, make_actor, my_micro_batches
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import build, make_actor, my_micro_batches
 
 RECORD = Path(__file__).with_name("trajectories.json")
 STEPS = 8

@@ -13,7 +13,7 @@ from examples.quickstart.make_data import make
 from megatron_rl import trainers
 from megatron_rl.config.load import load_config
 from megatron_rl.types import TrainBatch
-from tests.ranks.run_ranks import require_gpus
+from tests.helpers.run_ranks import require_gpus
 
 pytestmark = pytest.mark.gpu
 REPO = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ import torch
 
 from tests.e2e.test_vllm_rollout import check_seeded_samples
 from tests.e2e.test_vllm_tp import _config
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import build
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import build
 
 pytestmark = pytest.mark.gpu
 VERSIONS = range(3)

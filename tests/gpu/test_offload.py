@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import make_actor
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import make_actor
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (5, 40, 9, 12)
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _build(folder: str, dtype: str, distributed: bool) -> Any:
-    from megatron_rl.config.layout import read_model_shape
     from megatron_rl.mcore import build, convert
+    from megatron_rl.models.shape import read_model_shape
     from megatron_rl.weights.safetensors import SafetensorsSource
 
     actor = make_actor(use_distributed_optimizer=distributed)

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
-from tests.unit.config_helpers import make_model
+from tests.helpers.config import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))

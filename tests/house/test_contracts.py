@@ -56,8 +56,12 @@ def test_every_promise_names_tests_that_exist() -> None:
     ("text", "wrong", "fault"),
     [
         ("| W4 |", "| W44 |", "the ids are"),
-        ("test_w2_missing_surplus", "test_w2_lacking_surplus", "W2: tests/unit/test_weights.py has no function"),
-        ("`tests/unit/test_ppo.py", "`tests/unit/test_ppos.py", "N6: no file tests/unit/test_ppos.py"),
+        (
+            "test_w2_missing_surplus",
+            "test_w2_lacking_surplus",
+            "W2: tests/unit/weights/test_families.py has no function",
+        ),
+        ("`tests/unit/trainers/test_ppo.py", "`tests/unit/test_ppos.py", "N6: no file tests/unit/test_ppos.py"),
         ("`tests/golden/test_trajectories.py::test_", "`tests/golden/*.py::test_", "N2: not a list"),
         (
             "e2e/test_runs.py::test_grpo_runs_on_two_ray_workers",

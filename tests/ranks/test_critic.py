@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.layout import read_critic_shape
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import make_actor, my_micro_batches
+from megatron_rl.models.shape import read_critic_shape
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import make_actor, my_micro_batches
 
 LENGTHS = (5, 40, 9, 12, 33)
 CLIP = 0.5

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.parallel.links import DIGEST_BYTES, Links
-from tests.ranks.run_ranks import run_ranks
+from tests.helpers.run_ranks import run_ranks
 
 DEADLINE_S, ABSENT_S = 1.0, 6.0
 WAITS: dict[str, Callable[[Links], object]] = {

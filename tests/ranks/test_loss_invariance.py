@@ -11,11 +11,11 @@ import torch
 
 from megatron_rl.algos import LOSSES
 from megatron_rl.algos.reduce import loss_weights
-from megatron_rl.config.actor import ActorConfig
+from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.types import TrainBatch
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import build, make_actor, my_micro_batches
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import build, make_actor, my_micro_batches
 
 LENGTHS = (5, 22, 9, 14, 7, 7)
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -11,9 +11,9 @@ import torch
 
 from megatron_rl.algos.losses import nll_loss
 from megatron_rl.rollout.hf_engine import checkpoint_views
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import hf_logprobs, load_hf_model, random_batch, save_tiny
-from tests.ranks.training import build, make_actor, my_micro_batches
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_tiny
+from tests.helpers.training import build, make_actor, my_micro_batches
 
 TEMPERATURE = 0.7
 LENGTHS = (5, 40, 9, 12, 33, 7, 7, 21)

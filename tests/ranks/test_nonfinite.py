@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import CheckpointError, NonFiniteError
 from megatron_rl.types import BadMicroBatch, StepReport
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import build, make_actor, my_micro_batches
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import build, make_actor, my_micro_batches
 
 LENGTHS = (5, 40, 9, 12, 33, 7, 7, 21)
 BAD = 4

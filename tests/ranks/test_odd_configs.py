@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import hf_logprobs, load_hf_model, random_batch, save_odd
-from tests.ranks.training import make_actor
-from tests.unit.odd_configs import ABSENT, PASSING
+from tests.helpers.odd_configs import ABSENT, PASSING
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_odd
+from tests.helpers.training import make_actor
 
 VOCAB = 128
 # Entries that another family's value would show: the rotary base, the epsilon.
@@ -21,8 +21,8 @@ def _logprobs(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
     from megatron_rl.mcore import cpu
 
     cpu.install()
-    from megatron_rl.config.layout import read_model_shape
     from megatron_rl.mcore import build, convert, step
+    from megatron_rl.models.shape import read_model_shape
     from megatron_rl.parallel import groups
     from megatron_rl.parallel.topology import topology_of
     from megatron_rl.weights.safetensors import SafetensorsSource

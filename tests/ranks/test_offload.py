@@ -9,9 +9,9 @@ import torch
 
 from megatron_rl.algos.losses import nll_loss
 from megatron_rl.types import OffloadReport
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import build, make_actor, my_micro_batches
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import build, make_actor, my_micro_batches
 
 STEPS = 3
 LENGTHS = (5, 40, 9, 12)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_rl.algos.losses import nll_loss
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import build, make_actor, my_micro_batches
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import build, make_actor, my_micro_batches
 
 LENGTHS = (5, 16, 9, 12, 4, 4, 4)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_bucket_size": 20000}

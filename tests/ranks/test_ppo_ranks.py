@@ -15,7 +15,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.flow import constant
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.types import RolloutGroup
-from tests.ranks.run_ranks import run_ranks
+from tests.helpers.run_ranks import run_ranks
 
 STEPS = 5
 LAYOUTS: dict[str, list[str]] = {

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.layout import read_model_shape
 from megatron_rl.errors import ReshardError, RolloutError
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.rules import LocalParam
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.shards import trainer_shards
-from megatron_rl.weights import FAMILIES
-from megatron_rl.weights.spec import LocalParam
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import save_tiny
-from tests.ranks.training import build, make_actor
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import save_tiny
+from tests.helpers.training import build, make_actor
 
 CAP = 64 << 10
 # Not a multiple of 64 or of tp 4: both sides pad it, each in its own way.
@@ -92,8 +92,8 @@ def _slices(param: LocalParam, export: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def _engine_shards(folder: str, engines: Sequence[Sequence[int]], ep: bool = False) -> list[Any]:
     """Of engines on the given ranks; ep: each deals its experts to its ranks."""
+    from megatron_rl.models.engine import engine_params
     from megatron_rl.reshard.plan import Shard
-    from megatron_rl.weights.engine_spec import engine_params
 
     shape = read_model_shape(folder)
     family = FAMILIES[shape.architecture]
@@ -211,9 +211,9 @@ class PlainTrainer:
     """Shards of a model drawn at random, by tp rank."""
 
     def __init__(self, folder: str, ranks: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+        from megatron_rl.models.rules import hf_shapes, megatron_params
         from megatron_rl.reshard.plan import Shard
         from megatron_rl.weights.safetensors import RandomSource
-        from megatron_rl.weights.spec import hf_shapes, megatron_params
 
         shape = read_model_shape(folder)
         family = FAMILIES[shape.architecture]
@@ -242,7 +242,7 @@ class PlainTrainer:
 
     def export(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The whole model, as the trainer's dtype has it, in another."""
-        from megatron_rl.weights.spec import Block
+        from megatron_rl.models.rules import Block
 
         blocks = {n: Block(n, (0, size[0]), (0, size[1]) if len(size) == 2 else None) for n, size in self.sizes.items()}
         return {name: self.source.read(block).to(self.dtype).to(dtype) for name, block in blocks.items()}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import save_tiny
-from tests.ranks.training import build, make_actor
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import save_tiny
+from tests.helpers.training import build, make_actor
 
 
 def _export(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError, Fault
-from tests.ranks.run_ranks import RankFailed, RanksTimedOut, run_ranks
+from tests.helpers.run_ranks import RankFailed, RanksTimedOut, run_ranks
 
 
 def _sum_of_ranks(rank: int, world: int, scale: float) -> tuple[int, int, torch.Tensor]:

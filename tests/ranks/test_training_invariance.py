@@ -11,9 +11,9 @@ import pytest
 
 from megatron_rl.algos.losses import nll_loss
 from megatron_rl.algos.reduce import loss_weights
-from tests.ranks.run_ranks import run_ranks
-from tests.ranks.tiny import random_batch, save_tiny
-from tests.ranks.training import build, make_actor, my_micro_batches
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import random_batch, save_tiny
+from tests.helpers.training import build, make_actor, my_micro_batches
 
 STEPS = 8
 LENGTHS = (5, 36, 9, 12, 20, 7, 7, 16)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import PurePath
 from typing import Any, cast
 
-from megatron_rl.config.reader import Entry
+from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.verl import keys
 from megatron_rl.config.verl.keys import ROLLOUT
 from megatron_rl.config.verl.work import DEFAULT, Work

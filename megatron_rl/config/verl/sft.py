@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from megatron_rl.config.reader import Entry
+from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.verl import rules, training
 from megatron_rl.config.verl.keys import ACTOR, MODEL
 from megatron_rl.config.verl.work import DEFAULT, Work

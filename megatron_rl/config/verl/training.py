@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from megatron_rl.config.reader import Entry
+from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.verl import neutral
 from megatron_rl.config.verl.keys import ACTOR, CRITIC, MODEL, REF
 from megatron_rl.config.verl.work import DEFAULT, Work

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from megatron_rl.config.reader import Entry
-from megatron_rl.config.schema import Schema
+from megatron_rl.config.text.reader import Entry
+from megatron_rl.config.text.schema import Schema
 from megatron_rl.config.verl import keys, neutral, rules, sft, training
 from megatron_rl.config.verl.work import DEFAULT, Mapped, Translation, Work
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.reader import Entry, NoEffect
-from megatron_rl.config.schema import Schema
+from megatron_rl.config.text.reader import Entry, NoEffect
+from megatron_rl.config.text.schema import Schema
 from megatron_rl.errors import Fault
 
 DEFAULT = "verl's default"

@@ -1,0 +1,1 @@
+"""What is refused before a run starts, grouped by what is looked at."""

@@ -1,0 +1,123 @@
+"""Settings that were changed and that nothing in this run reads.
+
+Not errors: it is usual to switch a KL term off by one key and leave its coefficient where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.checks import algorithm as algos
+from megatron_rl.config.checks import reward as reward_checks
+from megatron_rl.config.load import run_schema, to_dict, value_of
+from megatron_rl.config.run import RunConfig
+from megatron_rl.config.text.reader import NoEffect
+
+_RL_ONLY = (
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "actor.clip_ratio",
+    "actor.clip_ratio_low",
+    "actor.clip_ratio_high",
+    "actor.loss_mode",
+    "actor.entropy_coeff",
+    "actor.use_kl_loss",
+    "actor.param_offload",
+    "actor.grad_offload",
+    "actor.optimizer_offload",
+    "algorithm.adv_estimator",
+    "algorithm.norm_adv_by_std_in_grpo",
+    "algorithm.use_kl_in_reward",
+    "algorithm.drop_flat_groups",
+    "algorithm.gamma",
+    "algorithm.overlong_filtering",
+    "algorithm.overlong_buffer.enable",
+    "algorithm.filter_groups.enable",
+    "actor.clip_ratio_c",
+    "actor.tau_pos",
+    "actor.tau_neg",
+    "actor.kl_loss_importance",
+    "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_correction.rollout_rs",
+    "algorithm.rollout_correction.rollout_token_veto_threshold",
+    "algorithm.rollout_correction.bypass_mode",
+    "data.label_key",
+    "data.metadata_key",
+)
+
+_KL_IN_REWARD = ("kl_penalty", "kl_ctrl.type", "kl_ctrl.kl_coef", "kl_ctrl.target_kl", "kl_ctrl.horizon")
+_PPO_ONLY = (
+    "algorithm.lam",
+    "algorithm.lam_critic",
+    "algorithm.lam_length_alpha",
+    "algorithm.whiten_advantages",
+    "trainer.critic_warmup",
+)
+_CRITICS_UPDATE = ("loss_agg_mode", "param_offload", "grad_offload", "optimizer_offload")
+_VLLM_ONLY = ("gpu_memory_utilization", "kv_cache_gb", "max_num_batched_tokens", "enforce_eager", "share_weights")
+
+
+def idle_settings(cfg: RunConfig) -> list[NoEffect]:
+    """Keys that differ from their default and have no effect in this run."""
+    schema, tree = run_schema(), to_dict(cfg)
+    unread = (*_unread(cfg), *algos.unread(cfg), *reward_checks.unread(cfg))
+    settings = [(key, value_of(tree, key), why) for key, why in unread]
+    return [NoEffect(key, value, why) for key, value, why in settings if value != schema.keys[key].default]
+
+
+def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    if not cfg.is_rl:
+        yield from ((key, "SFT does not read it") for key in _RL_ONLY)
+    if not cfg.actor.use_kl_loss:
+        yield from ((f"actor.{key}", "actor.use_kl_loss is off") for key in ("kl_loss_coef", "kl_loss_type"))
+    if not cfg.algorithm.use_kl_in_reward:
+        yield from ((f"algorithm.{key}", "algorithm.use_kl_in_reward is off") for key in _KL_IN_REWARD)
+    yield from ((f"critic.{key}", why) for key, why in _unread_of_critic(cfg))
+    if cfg.algorithm.name != "ppo":
+        yield from ((key, "only PPO reads it") for key in _PPO_ONLY)
+    if cfg.actor.clip_ratio_low is not None and cfg.actor.clip_ratio_high is not None:
+        yield "actor.clip_ratio", "clip_ratio_low and clip_ratio_high decide"
+    if cfg.actor.optim.lr_scheduler == "constant":
+        yield from (
+            (f"actor.optim.{key}", "lr_scheduler is constant: the rate does not decay")
+            for key in ("min_lr_ratio", "lr_decay_steps")
+        )
+    for name, optim in (("actor", cfg.actor.optim), ("critic", cfg.critic.optim)):
+        if optim.lr_warmup_steps:
+            yield f"{name}.optim.lr_warmup_steps_ratio", "lr_warmup_steps decides"
+    if not cfg.actor.overlap_grad_reduce:
+        yield "actor.overlap_bucket_size", "actor.overlap_grad_reduce is off"
+    if cfg.dp_size * cfg.actor.cp == 1:
+        yield from ((f"actor.overlap_{what}", "one rank has each weight") for what in ("grad_reduce", "param_gather"))
+    yield from ((f"rollout.{key}", why) for key, why in _unread_of_rollout(cfg))
+    if cfg.cluster.backend == "inline":
+        yield "cluster.num_cpus_per_rank", "cluster.backend is inline"
+
+
+def _unread_of_rollout(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    rollout = cfg.rollout
+    if rollout.name != "vllm":
+        yield from ((key, "only vLLM reads it") for key in _VLLM_ONLY)
+    if rollout.name == "fake":
+        yield "weight_sync", "the engine fake has no weights"
+    if rollout.weight_sync == "full":
+        keys = ("share_weights", "sync_bucket_mb") if rollout.name == "vllm" else ("sync_bucket_mb",)
+        yield from ((key, "rollout.weight_sync is full") for key in keys)
+    elif cfg.world_size == 1:
+        yield "sync_bucket_mb", "one rank: no weights go from rank to rank"
+    if rollout.val.n == 1:
+        yield "val.pass_score", "rollout.val.n is 1, and pass@k is of several samples"
+
+
+def _unread_of_critic(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    keys = [key.removeprefix("critic.") for key in run_schema().keys if key.startswith("critic.")]
+    if not cfg.critic.enable:
+        yield from ((key, "critic.enable is off") for key in keys)
+    elif cfg.critic.share_backbone:
+        idle = [*_CRITICS_UPDATE, *(key for key in keys if key.startswith("optim."))]
+        yield from ((key, "critic.share_backbone: the actor's update trains both") for key in idle)
+    else:
+        yield "vf_coef", "critic.share_backbone is off"
+        if cfg.critic.optim.lr_scheduler == "constant":
+            idle = ("optim.min_lr_ratio", "optim.lr_decay_steps")
+            yield from ((key, "lr_scheduler is constant: the rate does not decay") for key in idle)

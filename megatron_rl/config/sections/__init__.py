@@ -1,0 +1,1 @@
+"""The sections of a run, one a file: keys, defaults and docs."""

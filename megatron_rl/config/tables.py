@@ -1,0 +1,185 @@
+"""The arithmetic of a run as tables: how prompts become micro-batches, and how ranks are laid out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config.run import RunConfig
+from megatron_rl.models.shape import ModelShape, inspect_critic
+
+SHORTEST_SEQUENCE = 2
+"""Tokens of the shortest sequence that can be trained on: one of the prompt, one of the response."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. least: the value at its smallest where it varies, else None.
+
+    Example: Row("micro-batches of a rank", 4, least=1, how="...") shows as "1 to 4".
+    """
+
+    name: str
+    value: int | str
+    how: str
+    least: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """The value as text."""
+        varies = self.least is not None and self.least != self.value
+        return f"{self.least} to {self.value}" if varies else str(self.value)
+
+
+def micro_batches(cfg: RunConfig, sequences: int, length: int) -> int:
+    """Forward passes of one rank over `sequences` sequences of `length` tokens each."""
+    per_pass = max(1, cfg.max_tokens_per_pass // length)
+    if cfg.actor.ppo_micro_batch_size_per_gpu is not None:
+        per_pass = min(per_pass, cfg.actor.ppo_micro_batch_size_per_gpu)
+    return -(-sequences // per_pass)
+
+
+def batch_table(cfg: RunConfig) -> list[Row]:
+    """One training step: prompts x n -> sequences -> mini-batches -> micro-batches of a rank."""
+    batch, mini, samples = cfg.data.train_batch_size, cfg.mini_batch_size, cfg.samples_per_prompt
+    sequences, longest = mini * samples, cfg.max_sequence_length
+    epochs = cfg.actor.ppo_epochs if cfg.is_rl else 1
+    updates = batch // mini * epochs
+    least, most = sequences // cfg.dp_size, -(-sequences // cfg.dp_size)
+    noun = "prompts" if cfg.is_rl else "rows"
+    rows = [Row(f"{noun} of a step", batch, "data.train_batch_size")]
+    if cfg.is_rl:
+        rows += [
+            Row("samples of a prompt", samples, "rollout.n"),
+            Row("sequences of a step", batch * samples, f"{batch} prompts * {samples}"),
+        ]
+    rows.append(
+        Row(
+            "tokens of a sequence",
+            longest,
+            "at most max_prompt_length + max_response_length",
+            SHORTEST_SEQUENCE,
+        )
+    )
+    if cfg.is_rl:
+        rows += [
+            Row("prompts of a mini-batch", mini, "actor.ppo_mini_batch_size, or all prompts of the step"),
+            Row("sequences of a mini-batch", sequences, f"{mini} prompts * {samples}"),
+            Row("mini-batches of a step", batch // mini, f"{batch} / {mini} prompts"),
+        ]
+    passes = f" * {epochs} ppo_epochs" if cfg.is_rl else ""
+    rows += [
+        Row("optimizer updates of a step", updates, f"{batch // mini}{passes}"),
+        Row(
+            "sequences of a rank per update",
+            most,
+            f"{sequences} / dp {cfg.dp_size}, balanced by tokens",
+            least,
+        ),
+        Row(
+            "micro-batches of a rank per update",
+            micro_batches(cfg, most, longest),
+            _budget(cfg) + "; all sequences at their shortest, to all at their longest",
+            micro_batches(cfg, least, SHORTEST_SEQUENCE),
+        ),
+    ]
+    if cfg.trainer.total_training_steps is not None:
+        steps = cfg.trainer.total_training_steps
+        # While the critic warms up the actor rests.
+        steps -= cfg.trainer.critic_warmup if cfg.critic.enable else 0
+        rows.append(Row("optimizer updates of the run", steps * updates, f"{steps} steps * {updates}"))
+    return [*rows, *_critic_rows(cfg)]
+
+
+def _critic_rows(cfg: RunConfig) -> list[Row]:
+    """The critic's own updates; none where it has no transformer of its own."""
+    if not cfg.critic.enable or cfg.critic.share_backbone:
+        return []
+    part, batch = cfg.critic_training, cfg.data.train_batch_size
+    mini = part.ppo_mini_batch_size or cfg.mini_batch_size
+    how = f"{batch // mini} mini-batches of {mini} prompts * {part.ppo_epochs} ppo_epochs"
+    return [Row("critic's updates of a step", batch // mini * part.ppo_epochs, how)]
+
+
+def _budget(cfg: RunConfig) -> str:
+    cap = cfg.actor.ppo_micro_batch_size_per_gpu
+    sequences = "" if cap is None else f" and {cap} sequences"
+    return f"at most {cfg.max_tokens_per_pass} tokens{sequences} each"
+
+
+def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
+    """Ranks and what each holds. shape: adds the model's parts."""
+    actor, cluster = cfg.actor, cfg.cluster
+    rows = [
+        Row(
+            "ranks",
+            cfg.world_size,
+            f"cluster.nnodes {cluster.nnodes} * n_gpus_per_node {cluster.n_gpus_per_node}, {cluster.backend}",
+        ),
+        Row("tensor parallel (tp)", actor.tp, "actor.tp"),
+        Row("pipeline parallel (pp)", actor.pp, "actor.pp"),
+        Row("context parallel (cp)", actor.cp, "actor.cp"),
+        Row("data parallel (dp)", cfg.dp_size, "ranks / (tp * pp * cp)"),
+    ]
+    if cfg.is_rl:
+        engines = cfg.world_size // cfg.rollout.tp
+        each = f"{cfg.rollout.tp} rank{'s' if cfg.rollout.tp > 1 else ''} each"
+        rows.append(Row("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))
+        reference = cfg.ref.path or "the actor's starting weights"
+        rows.append(
+            Row(
+                "reference model",
+                int(cfg.needs_reference),
+                reference if cfg.needs_reference else "no KL term",
+            )
+        )
+        rows += [Row("critic", 1, _critic(cfg))] if cfg.critic.enable else []
+    if shape is not None:
+        rows += [
+            Row("parameters", f"{shape.num_parameters():,}", f"{shape.architecture}, {cfg.model.dtype}"),
+            Row("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
+            Row("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
+        ]
+        rows += [_critic_parameters(cfg, shape)] if cfg.critic.enable else []
+        rows += _expert_rows(cfg, shape) if shape.num_experts else []
+        parts, axis = (actor.expert_tp, "etp") if shape.num_experts else (actor.tp, "tp")
+        columns = "columns of an expert on a rank" if shape.num_experts else "MLP columns of a rank"
+        rows.append(Row(columns, shape.ffn_size // parts, f"{shape.ffn_size} / {axis} {parts}"))
+    return rows
+
+
+def _critic(cfg: RunConfig) -> str:
+    if cfg.critic.share_backbone:
+        return "a head on the actor's transformer"
+    start = cfg.critic.path or "the actor's starting weights"
+    return f"a model of its own, split as the actor is; starts from {start}"
+
+
+def _critic_parameters(cfg: RunConfig, actor: ModelShape) -> Row:
+    """What the critic adds to the actor, and the memory of it over the ranks that hold one copy."""
+    shape = inspect_critic(cfg.critic.path)[0] if cfg.critic.path else actor
+    shape = actor if shape is None else shape
+    count = shape.hidden_size + 1
+    if not cfg.critic.share_backbone:
+        count += shape.num_parameters() - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size)
+    # Weights, float32 gradients, AdamW's two means; float32 masters of half-precision weights.
+    each = 16 if cfg.model.dtype == "float32" else 18
+    how = f"{each} bytes each with gradients and AdamW: {count * each / 1e6:,.3f} MB a copy"
+    return Row("critic's parameters", f"{count:,}", how)
+
+
+def _expert_rows(cfg: RunConfig, shape: ModelShape) -> list[Row]:
+    actor = cfg.actor
+    replicas = cfg.world_size // (actor.expert_tp * actor.ep * actor.pp)
+    return [
+        Row("expert parallel (ep)", actor.ep, "actor.ep"),
+        Row("expert tensor parallel (etp)", actor.expert_tp, "actor.etp, or 1 with ep above 1, or tp"),
+        Row("copies of each expert", replicas, "ranks / (etp * ep * pp)"),
+        Row("experts of a rank in a layer", shape.num_experts // actor.ep, f"{shape.num_experts} / ep {actor.ep}"),
+    ]
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text, one line each."""
+    names, values = max(len(row.name) for row in rows), max(len(row.shown) for row in rows)
+    return "\n".join(f"  {row.name:<{names}}  {row.shown:>{values}}  {row.how}" for row in rows)

@@ -1,0 +1,1 @@
+"""From text to keys and back: YAML, overrides, schema, what is printed."""

@@ -1,0 +1,127 @@
+"""A run's rewards: reward processes from the start, and the models that score once the policy has its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_rl.cluster.dispatch import RankGrid
+from megatron_rl.cluster.resources import Device, resolve_device
+from megatron_rl.cluster.worker_group import WorkerGroup, start_group
+from megatron_rl.config.run import RunConfig
+from megatron_rl.config.sections.reward import RewardWorkerConfig
+from megatron_rl.errors import RewardError
+from megatron_rl.models.shape import read_model_shape
+from megatron_rl.rewards.base import RewardResult, RewardSample, number_fault
+from megatron_rl.rewards.compose import Results
+from megatron_rl.rewards.scorer import ModelFn, RewardScorer
+from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.workers.judge import JudgePlan, JudgeWorker
+from megatron_rl.workers.reward_model import RewardModelPlan, RewardModelWorker, same_rendering
+
+_EMPTY = Rollout((), (), "stop", "")
+
+
+class RunRewards:
+    """Scores the groups of a run. Close it before the policy: on one Ray, the last to leave shuts it down."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        """Starts the reward processes; models start with `start_models`."""
+        self._cfg = cfg
+        self._groups: dict[str, WorkerGroup] = {}
+        self._scorer = RewardScorer(cfg.reward, models={"model": self._by("model"), "judge": self._by("judge")})
+
+    def preflight(self, prompts: Sequence[Prompt]) -> None:
+        """Look at every row's ground truth, and score an empty response to the first prompt of each data source, models
+        left out.
+
+        Raises DataError naming data sources and rows that cannot be scored, RewardError where a reward cannot be loaded
+        or fails.
+        """
+        samples = [reward_sample(prompt, _EMPTY) for prompt in prompts]
+        self._scorer.check_rows(samples)
+        self._scorer.preflight(samples)
+
+    def notes(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+        """By which rule the prompts' data sources are scored, where reward.function does not say it; a line each."""
+        return tuple(self._scorer.notes([reward_sample(prompt, _EMPTY) for prompt in prompts]))
+
+    def start_models(self) -> None:
+        """Start the workers of the models that rewards name, after the policy's: what those need comes first."""
+        reward, plan = self._cfg.reward, self._scorer.plan
+        if plan.uses("model"):
+            device = self._device(reward.model)
+            same = same_rendering(self._cfg.model, self._cfg.data, reward.model)
+            args = (reward.model, RewardModelPlan(device, reward.failed_score, same))
+            self._groups["model"] = self._start(RewardModelWorker, args, reward.model, device)
+        if plan.uses("judge"):
+            device = self._device(reward.judge)
+            shape = read_model_shape(str(reward.judge.path))
+            args = (reward.judge, JudgePlan(device, reward.failed_score, shape, self._cfg.trainer.seed))
+            self._groups["judge"] = self._start(JudgeWorker, args, reward.judge, device)
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[RewardResult]:
+        """One result per sequence, group after group. RewardError once too many fail (reward.max_failed_share)."""
+        samples = [reward_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        return self._scorer.score_or_stop(samples)
+
+    def close(self) -> None:
+        """End the models' workers and the reward processes."""
+        try:
+            while self._groups:
+                self._groups.popitem()[1].close()
+        finally:
+            self._scorer.close()
+
+    def _by(self, name: str) -> ModelFn:
+        def score(samples: Sequence[RewardSample]) -> Results:
+            group = self._groups.get(name)
+            if group is None:
+                # Before the models are there, a preflight checks the rules around them.
+                return [RewardResult(0.0)] * len(samples)
+            count = group.grid.world
+            parts = group.score([list(samples[i::count]) for i in range(count)])
+            return [parts[i % count][i // count] for i in range(len(samples))]
+
+        return score
+
+    def _device(self, worker: RewardWorkerConfig) -> Device:
+        return resolve_device(self._cfg.cluster.device if worker.device == "auto" else worker.device)
+
+    def _start(
+        self, worker_cls: type, args: tuple[object, ...], worker: RewardWorkerConfig, device: Device
+    ) -> WorkerGroup:
+        cluster = self._cfg.cluster
+        count = 1 if cluster.backend == "inline" else worker.num_workers
+        own = replace(cluster, nnodes=1, n_gpus_per_node=count, num_cpus_per_rank=worker.num_cpus)
+        # A worker that shares a policy rank's GPU asks Ray for none.
+        return start_group(worker_cls, args, own, RankGrid.flat(count), device if worker.own_gpu else "cpu")
+
+
+def require_scores(results: Sequence[RewardResult]) -> None:
+    """RewardError where a score is not finite or too large: a node of the user's own may have put it there."""
+    for number, result in enumerate(results):
+        fault = number_fault(result.value)
+        if fault is not None:
+            raise RewardError(
+                f"the flow's reward node gave {result.value!r} to sequence {number} of the batch -- {fault}"
+            )
+
+
+def reward_sample(prompt: Prompt, rollout: Rollout) -> RewardSample:
+    """What rewards are given of a response."""
+    return RewardSample(
+        data_source=prompt.data_source,
+        prompt_text=prompt.text,
+        solution_str=rollout.text,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+        num_tokens=len(rollout.token_ids),
+        finish_reason=rollout.finish_reason,
+        messages=prompt.messages,
+        tools=prompt.tools,
+        prompt_ids=prompt.token_ids,
+        response_ids=rollout.token_ids,
+        has_source=prompt.has_source,
+        where=prompt.where,
+    )

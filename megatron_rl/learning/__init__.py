@@ -1,0 +1,1 @@
+"""From scored groups to an update."""

@@ -1,0 +1,1 @@
+"""The estimates behind `megatron-rl plan`."""

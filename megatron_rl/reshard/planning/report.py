@@ -1,0 +1,295 @@
+"""The answer of `megatron-rl plan`: bytes, times and memory of a weight sync, as tables or one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_rl.reshard.planning.cost import Account, account
+from megatron_rl.reshard.planning.request import ITEM_SIZES, Request
+
+GB = 1e9
+_UNITS = (("GB", GB), ("MB", 1e6), ("kB", 1e3))
+_SHOWN_SLOTS = 64
+_NOTHING_SAVED = 0.995
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One quantity over the processes that have it: mean, largest and sum, in bytes (or seconds)."""
+
+    mean: float
+    max: float
+    total: float
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Mean, largest and sum; zeros for none."""
+    known = list(values)
+    return Spread(sum(known) / len(known), max(known), sum(known)) if known else Spread(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that the command prints.
+
+    bytes: quantity -> its spread in bytes: local, moved, minimum and full_gather over engine processes, sent over all.
+    seconds: step -> expected seconds. memory: phase -> part -> bytes of the fullest GPU. order: the process of each
+    engine slot.
+    """
+
+    request: Request
+    account: Account
+    bytes: dict[str, Spread]
+    links: Mapping[str, int]
+    seconds: dict[str, float]
+    memory: dict[str, dict[str, float]]
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """Name and size of the unit that suits the model: GB, MB or kB."""
+        size = self.account.loads.total * ITEM_SIZES[self.request.dtype]
+        return next((one for one in _UNITS if size >= one[1] / 10), _UNITS[-1])
+
+    @property
+    def ratio(self) -> float:
+        """Bytes moved over the minimum."""
+        least = self.bytes["minimum"].total
+        return self.bytes["moved"].total / least if least else 1.0
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Every engine process needs as much as a full gather brings."""
+        return self.bytes["minimum"].total >= _NOTHING_SAVED * self.bytes["full_gather"].total
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Each engine process finds all it needs in its own trainer shard."""
+        return self.bytes["moved"].total == 0
+
+
+def make_report(request: Request) -> Report:
+    """Account for the sync that the request describes. Raises ReshardError where it cannot be planned."""
+    found = account(
+        request.table, request.trainers, tp=request.tp, ep=request.ep, replicas=request.replicas,
+        colocated=request.colocated, gpus_per_node=request.gpus_per_node, ascending=request.ascending,
+    )  # fmt: skip
+    loads, item = found.loads, ITEM_SIZES[request.dtype]
+    engines = found.engine.ranks
+    full = {rank: loads.total - loads.held[rank] for rank in engines}
+    sizes = {
+        "needed": spread(loads.needed[rank] * item for rank in engines),
+        "local": spread(loads.local[rank] * item for rank in engines),
+        "moved": spread(loads.moved[rank] * item for rank in engines),
+        "minimum": spread(loads.minimum[rank] * item for rank in engines),
+        "full_gather": spread(full[rank] * item for rank in engines),
+        "sent": spread(loads.sent[rank] * item for rank in loads.ranks),
+    }
+    links = {
+        "sent in node": max(loads.sent[rank] - loads.far_sent[rank] for rank in loads.ranks) * item,
+        "received in node": max(loads.moved[rank] - loads.far_moved[rank] for rank in loads.ranks) * item,
+        "sent between nodes": max(loads.far_sent.values()) * item,
+        "received between nodes": max(loads.far_moved.values()) * item,
+    }
+    return Report(request, found, sizes, links, _seconds(request, found, full), _memory(request, found))
+
+
+def _seconds(request: Request, found: Account, full: Mapping[int, int]) -> dict[str, float]:
+    """Expected seconds of the busiest process: what it sends or receives, whichever is more, in its node and outside
+    one after the other, and local copies (one read, one write) at the speed of memory.
+    """
+    loads, machine, item = found.loads, request.machine, ITEM_SIZES[request.dtype]
+    near, far, memory = (speed * GB for speed in (machine.nvlink_gb_s, machine.network_gb_s, machine.memory_gb_s))
+
+    def transfer(total: Mapping[int, int], crossing: Mapping[int, int], rank: int) -> float:
+        return item * ((total[rank] - crossing[rank]) / near + crossing[rank] / far)
+
+    links = max(
+        max(transfer(loads.sent, loads.far_sent, rank), transfer(loads.moved, loads.far_moved, rank))
+        for rank in loads.ranks
+    )
+    nodes = loads.placement.nodes
+    gather = max(
+        item
+        * (
+            (found.node_held[nodes[rank]] - loads.held[rank]) / near
+            + (loads.total - found.node_held[nodes[rank]]) / far
+        )
+        for rank in full
+    )
+    return {"links": links, "local copies": 2 * item * max(loads.local.values()) / memory, "full gather": gather}
+
+
+def _memory(request: Request, found: Account) -> dict[str, dict[str, float]]:
+    """Bytes of the fullest GPU by phase, nothing offloaded or shared. Gradients are float32; the optimizer holds 12
+    bytes a number, dealt over all trainer processes."""
+    loads, item, world = found.loads, ITEM_SIZES[request.dtype], request.trainers.topology.world
+    held, needed = max(loads.held.values()), max(loads.needed.values())
+    overlap = min((loads.local[rank] for rank in found.engine.ranks), default=0) * item
+    trainer, engine = float(held * item), float(needed * item)
+    optimizer = 12.0 * loads.total / world
+    staging = 2 * request.machine.bucket_mib * 2**20 if any(loads.moved.values()) else 0.0
+    update = {"trainer weights": trainer, "gradients": 4.0 * held, "optimizer": optimizer}
+    if not request.colocated:
+        return {
+            "trainer, update": update,
+            "trainer, publish": {**update, "staging": staging},
+            "engine, generate": {"engine weights": engine},
+            "engine, publish": {"engine weights": engine, "staging": staging},
+        }
+    both = {"trainer weights": trainer, "engine weights": engine}
+    return {
+        "generate": both,
+        "update": {**both, "gradients": update["gradients"], "optimizer": optimizer},
+        "publish": {**both, "staging": staging},
+        "shared instead of copied, at most": {"saved": overlap},
+    }
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """One object for programs; sizes in bytes, times in seconds."""
+    request, found = report.request, report.account
+    loads, item = found.loads, ITEM_SIZES[request.dtype]
+    engines = set(found.engine.ranks)
+    return {
+        "ok": True,
+        "model": request.model,
+        "parameters": loads.total,
+        "train": dict(request.axes),
+        "rollout": {"tp": request.tp, "ep": request.ep, "dp": request.replicas},
+        "gpus": request.world,
+        "gpus_per_node": request.gpus_per_node,
+        "placement": "colocated" if request.colocated else "disaggregated",
+        "dtype": request.dtype,
+        "bytes": {name: asdict(one) for name, one in report.bytes.items()},
+        "ratio_moved_to_minimum": report.ratio,
+        "nothing_can_be_saved": report.saves_nothing,
+        "busiest_link": report.links,
+        "natural_order_moved": None if found.natural_moved is None else found.natural_moved * item,
+        "moves": found.num_moves,
+        "waves": found.num_waves,
+        "bundles": found.num_bundles,
+        "seconds": report.seconds,
+        "memory": report.memory,
+        "machine": asdict(request.machine),
+        "order": list(found.engine.ranks),
+        "ranks": [
+            {
+                "rank": rank,
+                "node": loads.placement.nodes[rank],
+                "local": loads.local[rank] * item,
+                "moved": loads.moved[rank] * item,
+                "sent": loads.sent[rank] * item,
+                "minimum": loads.minimum[rank] * item,
+                "full_gather": (loads.total - loads.held[rank]) * item if rank in engines else 0,
+                "needed": loads.needed[rank] * item,
+                "held": loads.held[rank] * item,
+            }
+            for rank in loads.ranks
+        ],
+    }
+
+
+def as_text(report: Report) -> str:
+    """The tables."""
+    request, found = report.request, report.account
+    unit, scale = report.unit
+    whole = found.loads.total * ITEM_SIZES[request.dtype] / scale
+    hidden = () if any(request.table.num_experts(layers[0]) for layers in request.table.variants()) else ("ep", "etp")
+    axes = " ".join(f"{name} {size}" for name, size in request.axes.items() if name not in hidden)
+    engine = f"{request.replicas} engines of tp {request.tp}" + (f", ep {request.ep}" if request.ep > 1 else "")
+    place = "on the same GPUs" if request.colocated else "on GPUs of their own"
+    lines = [
+        f"{request.model}: {found.loads.total:,} numbers, {whole:.1f} {unit} in {request.dtype}",
+        f"train {axes}; {engine} {place}; {request.world} GPUs, {request.gpus_per_node} a node",
+        "",
+        f"bytes of one weight sync, {unit}",
+        *_bytes_table(report),
+        "",
+        f"moved / minimum: {report.ratio:.2f} (proved: each byte of each engine is written once)",
+        *_verdict(report),
+        "",
+        "rank order",
+        *_order_lines(report),
+        "",
+        f"busiest link of one GPU, {unit}",
+        *_columns([(name, f"{size / scale:.2f}") for name, size in report.links.items()]),
+        "",
+        "expected seconds",
+        *_seconds_lines(report),
+        "",
+        f"memory of the fullest GPU, {unit} (without KV cache and activations, nothing offloaded)",
+    ]
+    for phase, parts in report.memory.items():
+        total = f"{sum(parts.values()) / scale:8.2f}"
+        lines.append(
+            f"  {phase:<34}{total}  " + " + ".join(f"{name} {size / scale:.2f}" for name, size in parts.items())
+        )
+    return "\n".join(lines)
+
+
+_NAMES = {
+    "needed": "engine's parameters",
+    "local": "local copies",
+    "moved": "received",
+    "minimum": "minimum to receive",
+    "full_gather": "full gather receives",
+    "sent": "sent",
+}
+
+
+def _bytes_table(report: Report) -> list[str]:
+    rows = [f"  {'':<22}{'mean':>10}{'most':>10}{'in all':>12}"]
+    _, scale = report.unit
+    for name, title in _NAMES.items():
+        one = report.bytes[name]
+        rows.append(f"  {title:<22}{one.mean / scale:>10.2f}{one.max / scale:>10.2f}{one.total / scale:>12.1f}")
+    return rows
+
+
+def _verdict(report: Report) -> list[str]:
+    moved, full = report.bytes["moved"].total, report.bytes["full_gather"].total
+    if report.moves_nothing:
+        return ["nothing to move: each engine process finds all it needs in the trainer's shard on its GPU"]
+    if report.saves_nothing:
+        return [
+            "nothing can be saved: each engine process needs the whole model, so the minimum is what a full gather "
+            "receives; a larger rollout.tp would need less"
+        ]
+    return [f"a full gather receives {full / moved:.1f} times as much"]
+
+
+def _order_lines(report: Report) -> list[str]:
+    found, item = report.account, ITEM_SIZES[report.request.dtype]
+    ranks, tp = found.engine.ranks, report.request.tp
+    if found.natural_moved is None:
+        return [f"  engines take processes {ranks[0]} to {ranks[-1]} in order"]
+    if ranks == tuple(range(len(ranks))):
+        return ["  natural: engine slot s is process s; no other order receives less"]
+    shown = [str(ranks[at : at + tp]) for at in range(0, min(len(ranks), _SHOWN_SLOTS), tp)]
+    more = "" if len(ranks) <= _SHOWN_SLOTS else f" ... ({len(ranks) // tp} engines; --json lists all)"
+    moved, natural = sum(found.loads.moved.values()) * item, found.natural_moved * item
+    extra = f"{100 * (natural / moved - 1):.1f} % more" if moved else "more"
+    unit, scale = report.unit
+    return [
+        f"  engines: {' '.join(shown)}{more}",
+        f"  the natural order would receive {natural / scale:.1f} {unit} in all, {extra}",
+    ]
+
+
+def _seconds_lines(report: Report) -> list[str]:
+    seconds, machine = report.seconds, report.request.machine
+    sync = seconds["links"] + seconds["local copies"]
+    speeds = f"{machine.nvlink_gb_s:g} GB/s in a node, {machine.network_gb_s:g} between nodes"
+    gain = f", {seconds['full gather'] / sync:.1f} times as long" if sync else ""
+    return [
+        f"  this plan    {sync:8.4f}  links {seconds['links']:.4f} + local copies {seconds['local copies']:.4f}; "
+        f"{report.account.num_waves} " + ("wave" if report.account.num_waves == 1 else "waves"),
+        f"  full gather  {seconds['full gather']:8.4f}  receiving alone{gain}",
+        f"  at {speeds}, memory {machine.memory_gb_s:g}; a bound from bandwidth: latency and packing come on top",
+    ]
+
+
+def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"  {name:<24}{value:>10}" for name, value in rows]

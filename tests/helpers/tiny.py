@@ -1,0 +1,134 @@
+"""Tiny models of each family, as transformers builds them, for comparison with this package's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.types import TrainBatch
+from tests.helpers.odd_configs import ABSENT, laid_over
+
+# Family -> its name in transformers, and the fields that it has besides the common ones.
+FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 64}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
+    "qwen3_moe_plain": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
+}
+
+
+def save_tiny(
+    folder: Path, family: str = "qwen2", *, tied: bool = True, vocab: int = 128, layers: int = 4, **fields: Any
+) -> str:
+    """Write a small model of the family with clearly non-trivial weights (biases and norms too); returns its
+    folder. fields: entries of its config that differ from those here.
+    """
+    import transformers
+
+    name, own = FAMILY_FIELDS[family]
+    config_of, model_of = getattr(transformers, name + "Config"), getattr(transformers, name + "ForCausalLM")
+    torch.manual_seed(1)
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": 128,
+        "intermediate_size": 224,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "rope_theta": 10000.0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    config = config_of(**(common | own | fields))
+    model = model_of(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def save_odd(folder: Path, family: str, changes: dict[str, Any]) -> str:
+    """A small model of two layers whose config.json has the entries of a variant (tests/helpers/odd_configs.py), and
+    weights of the sizes that these say: the same weights where the sizes are the same.
+    """
+    sizes: dict[str, Any] = {}
+    if "head_dim" in changes:
+        given = changes["head_dim"]
+        # hidden_size / num_attention_heads
+        sizes["head_dim"] = 32 if given in (None, ABSENT) else given
+    save_tiny(folder, family, layers=2, tied=changes.get("tie_word_embeddings") is True, **sizes)
+    path = folder / "config.json"
+    path.write_text(json.dumps(laid_over(json.loads(path.read_text()), changes)))
+    return str(folder)
+
+
+def load_hf_model(folder: str) -> Any:
+    """The transformers model in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def random_batch(seed: int, lengths: tuple[int, ...], vocab: int, prompt: int = 3) -> TrainBatch:
+    """Sequences of the given lengths; the first `prompt` tokens of each are not trained on. loss_weights: token
+    mean.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    mask = torch.ones(total, dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        mask[start : start + prompt] = False
+        start += length
+    return TrainBatch(
+        tokens=torch.randint(0, vocab, (total,), generator=generator),
+        seq_lens=lengths,
+        loss_mask=mask,
+        columns={"loss_weights": mask.float() / mask.sum()},
+    )
+
+
+def hf_logprobs(model: Any, batch: TrainBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] log-probabilities and entropies by transformers, one sequence at a time, 0 off the mask; differentiable."""
+    logprobs, entropies = [], []
+    start = 0
+    for length in batch.seq_lens:
+        tokens = batch.tokens[start : start + length]
+        log_p = torch.log_softmax(model(tokens[None]).logits[0].float() / temperature, dim=-1)[:-1]
+        zero = log_p.new_zeros(1)
+        logprobs.append(torch.cat([zero, log_p.gather(1, tokens[1:, None]).squeeze(1)]))
+        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]))
+        start += length
+    mask = batch.loss_mask
+    return torch.cat(logprobs) * mask, torch.cat(entropies) * mask

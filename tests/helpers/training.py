@@ -1,0 +1,64 @@
+"""A policy on N ranks, for tests: built from a folder, as workers build it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.config.sections.actor import ActorConfig, OptimConfig
+from megatron_rl.data.batching import plan_batches, select_micro_batches
+from megatron_rl.models.shape import read_model_shape
+from megatron_rl.parallel.topology import topology_of
+from megatron_rl.types import TrainBatch
+
+LR = 3e-3
+
+
+def make_actor(grad_clip: float = 1.0, **layout: Any) -> ActorConfig:
+    """An actor config whose updates are large enough to show a wrong gradient."""
+    optim = OptimConfig(lr=LR, weight_decay=0.1, adam_beta2=0.95, grad_clip=grad_clip)
+    return ActorConfig(optim=optim, **layout)
+
+
+def rank_device() -> torch.device:
+    """Where this rank computes: the GPU that run_ranks gave it, or the CPU."""
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def build(
+    folder: str,
+    actor: ActorConfig,
+    world: int,
+    dtype: str = "float32",
+    total_steps: int = 100,
+    init_std: float | None = None,
+) -> Any:
+    """The trainable policy of this rank; joins megatron's groups. init_std: draw weights instead of reading them."""
+    from megatron_rl.mcore import cpu
+
+    cpu.install()
+    from megatron_rl.mcore import build, convert
+    from megatron_rl.parallel import groups
+    from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource
+
+    groups.init_model_parallel(topology_of(actor, world), actor.vpp)
+    policy = build.build_policy(read_model_shape(folder), actor, dtype, rank_device())
+    convert.load_hf(policy, SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
+    return build.make_trainable(policy, actor, total_steps)
+
+
+def my_micro_batches(batch: TrainBatch, actor: ActorConfig, rank: int, world: int) -> list[TrainBatch]:
+    """This rank's part of `batch`, planned as the controller plans it."""
+    topology = topology_of(actor, world)
+    plan = plan_batches(
+        batch.seq_lens,
+        [0] * batch.num_sequences,
+        dp=topology.dp,
+        max_tokens=actor.max_tokens_per_gpu * actor.cp,
+        max_seqs=actor.ppo_micro_batch_size_per_gpu,
+        multiple=actor.pp if actor.vpp > 1 else 1,
+        packed=actor.packing,
+    )
+    return select_micro_batches(batch, plan.minis[0])[topology.coords(rank).dp]

@@ -1,0 +1,183 @@
+"""Worker groups with one rank in this process, and the pure parts of starting one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from megatron_rl.cluster.dispatch import Collect, RankGrid, Split, dispatch
+from megatron_rl.cluster.environment import free_port, port_in_use, rank_environment, worker_environment
+from megatron_rl.cluster.resources import Placement, plan_placement, require_room, resolve_device
+from megatron_rl.cluster.worker_group import WorkerGroup, start_group
+from megatron_rl.config.sections.cluster import ClusterConfig
+from megatron_rl.errors import ClusterError, DataError
+
+INLINE = ClusterConfig(backend="inline", device="cpu")
+
+
+CLOSED: list[int] = []
+
+
+class Worker:
+    def __init__(self, rank: int, world: int, word: str) -> None:
+        if word == "bad":
+            raise DataError("bad word")
+        self.rank, self.world, self.word = rank, world, word
+        self.running = 0
+
+    @dispatch(split=Split.SPLIT_DP)
+    def shout(self, text: str) -> str:
+        return f"{self.word} {text}!"
+
+    @dispatch(collect=Collect.RANK0)
+    def variables(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    @dispatch()
+    def nap(self) -> None:
+        self.running += 1
+        assert self.running == 1
+        time.sleep(0.05)
+        self.running -= 1
+
+    @dispatch()
+    def fail(self) -> None:
+        raise DataError("row 3")
+
+    def close(self) -> None:
+        CLOSED.append(self.rank)
+
+
+def inline_group() -> WorkerGroup:
+    return start_group(Worker, ("hey",), INLINE, RankGrid.flat(1), "cpu")
+
+
+def test_inline_calls_a_worker_in_this_process_and_closes_it():
+    CLOSED.clear()
+    with inline_group() as group:
+        assert group.shout(["you"]) == ["hey you!"]
+        assert group.call("shout", ["me"]) == ["hey me!"]
+        assert CLOSED == []
+    group.close()
+    assert CLOSED == [0]
+
+
+def test_inline_sets_the_ranks_variables_and_takes_them_back(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with inline_group() as group:
+        inside = group.variables()
+    assert inside["RANK"] == "0" and inside["WORLD_SIZE"] == "1" and inside["LOCAL_RANK"] == "0"
+    assert inside["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "RANK" not in os.environ and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    with pytest.raises(DataError):
+        start_group(Worker, ("bad",), INLINE, RankGrid.flat(1), "cpu")
+    assert "RANK" not in os.environ
+
+
+def test_an_error_is_itself_with_its_rank_in_a_note():
+    with inline_group() as group:
+        with pytest.raises(DataError, match="row 3") as caught:
+            group.fail()
+        assert "on rank 0 in Worker.fail" in caught.value.__notes__
+
+
+def test_seconds_are_kept_and_threads_take_turns():
+    with inline_group() as group:
+        threads = [threading.Thread(target=group.nap) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert 0.15 <= group.busy_seconds < 2.0
+        assert group.last_seconds["nap"] >= group.last_worker_seconds["nap"][0] >= 0.05
+        assert group.nap() == [None]
+
+
+def test_a_layout_of_another_size_is_refused():
+    with pytest.raises(ClusterError, match=r"the layout has 2 ranks, but cluster.backend=inline .* starts 1"):
+        start_group(Worker, ("hey",), INLINE, RankGrid.flat(2), "cpu")
+
+
+def test_placement_packs_one_node_by_rank_and_several_by_node():
+    one = plan_placement(ClusterConfig(n_gpus_per_node=2, num_cpus_per_rank=0.5), "cpu")
+    assert one == Placement("STRICT_PACK", ({"CPU": 0.5}, {"CPU": 0.5}), (0, 1), {"CPU": 0.5})
+    two = plan_placement(ClusterConfig(nnodes=2, n_gpus_per_node=4, num_cpus_per_rank=2.0), "cuda")
+    assert two.strategy == "PACK" and two.bundles == ({"CPU": 8.0, "GPU": 4.0},) * 2
+    assert two.bundle_of_rank == (0, 0, 0, 0, 1, 1, 1, 1) and two.world == 8
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "nodes", "fits"),
+    [
+        (1, [{"CPU": 4.0, "GPU": 2.0}], True),
+        (1, [{"CPU": 3.0, "GPU": 2.0}], False),
+        (1, [{"CPU": 4.0}], False),
+        (1, [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}], False),
+        (2, [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], True),
+        (2, [{"CPU": 8.0, "GPU": 4.0}], True),
+        (2, [{"CPU": 4.0, "GPU": 2.0}], False),
+        (1, [], False),
+    ],
+)
+def test_what_the_machines_can_never_hold_is_refused(nnodes, nodes, fits):
+    cluster = ClusterConfig(nnodes=nnodes, n_gpus_per_node=2, num_cpus_per_rank=2.0)
+    placement = plan_placement(cluster, "cuda")
+    if fits:
+        require_room(placement, cluster, nodes)
+        return
+    with pytest.raises(ClusterError, match="2 ranks of 2 CPU each ask for 4 CPU and 2 GPU"):
+        require_room(placement, cluster, nodes)
+
+
+def test_worker_environment_takes_the_controllers_word_but_not_for_the_engines_process():
+    cluster = ClusterConfig(num_cpus_per_rank=2.5)
+    controller = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "7",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "RANK": "5",
+        "SECRET": "x",
+    }
+    values = worker_environment(cluster, "cpu", controller)
+    assert values["NCCL_DEBUG"] == "INFO" and values["OMP_NUM_THREADS"] == "7"
+    assert values["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and values["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert values["TORCHDYNAMO_DISABLE"] == "1" and values["VLLM_NO_USAGE_STATS"] == "1"
+    assert values["HF_HUB_OFFLINE"] == "1" and not {"RANK", "SECRET"} & values.keys()
+    bare = worker_environment(cluster, "cuda", {})
+    assert bare["OMP_NUM_THREADS"] == "2" and "TORCHDYNAMO_DISABLE" not in bare
+    assert bare["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert rank_environment(3, 8, 1, 2, "host", 9) == {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": "9",
+    }
+
+
+def test_ports():
+    port = free_port()
+    assert not port_in_use(port)
+    with socket.socket() as server:
+        server.bind(("", port))
+        server.listen()
+        assert port_in_use(port)
+
+
+def test_cuda_without_a_gpu_is_an_error_and_auto_is_not():
+    import torch
+
+    if torch.cuda.is_available():
+        assert resolve_device("auto") == "cuda" == resolve_device("cuda")
+    else:
+        assert resolve_device("auto") == "cpu"
+        with pytest.raises(ClusterError, match=r"cluster\.device: 'cuda' -- torch sees no GPU here"):
+            resolve_device("cuda")
+    assert resolve_device("cpu") == "cpu"

@@ -1,0 +1,211 @@
+"""PPO's own arithmetic, without workers: where rewards lie, what advantages become, how the KL's weight moves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.checks.unused import idle_settings
+from megatron_rl.config.sections.algorithm import KlCtrlConfig
+from megatron_rl.config.tables import batch_table
+from megatron_rl.data.batching import BatchPlan, from_rollouts
+from megatron_rl.learning.kl_control import KlControl
+from megatron_rl.models.rules import Block
+from megatron_rl.models.shape import read_critic_shape
+from megatron_rl.rewards.base import RewardResult
+from megatron_rl.trainers.ppo import PpoTrainer
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
+from megatron_rl.weights.heads import ValueHeadSource
+from tests.helpers.config import faults, load, make_model
+
+EOS, PAD = 1, 1
+PPO = ("algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae", "rollout.n=1")
+# A plain end, no end (cut), pad == eos inside a response, several ids that end, an end alone.
+RESPONSES = ((8, EOS), (9, 9, 9), (PAD, 7, EOS), (5, 2), (EOS,))
+
+
+def bare_trainer(folder: Path, *overrides: str) -> Any:
+    """The trainer's arithmetic alone: no data, no workers."""
+    trainer = PpoTrainer.__new__(PpoTrainer)
+    trainer.cfg = load(folder, *PPO, "data.train_batch_size=5", *overrides)
+    trainer.critic_part, trainer.shared = trainer.cfg.critic_training, trainer.cfg.critic.share_backbone
+    trainer.num_updates, trainer.needs_old_logprobs = 1, False
+    trainer.kl_control = KlControl(trainer.cfg.algorithm.kl_ctrl)
+    return trainer
+
+
+def rollouts() -> tuple[list[RolloutGroup], TrainBatch, torch.Tensor, list[RewardResult]]:
+    groups = [
+        RolloutGroup(
+            Prompt(i, (5, 6), "", "s", None),
+            (Rollout(ids, (-1.0,) * len(ids), "stop" if ids[-1] in (EOS, 2) else "length", ""),),
+            0,
+        )
+        for i, ids in enumerate(RESPONSES)
+    ]
+    batch, group_ids = from_rollouts(groups)
+    return groups, batch, group_ids, [RewardResult(float(i + 1)) for i in range(len(groups))]
+
+
+def test_n6_the_reward_sits_on_the_last_sampled_token_whatever_that_is(tmp_path: Path) -> None:
+    """N6: with and without an end, with pad == eos, with an end alone; the ids themselves are never looked at."""
+    _, batch, _, results = rollouts()
+    rewards = bare_trainer(tmp_path).token_rewards(batch, results, None, None)
+    ends = torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1
+    assert rewards[ends].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] and rewards.count_nonzero() == len(ends)
+    assert bool(batch.loss_mask[ends].all()), "the last token of a sequence is a sampled one"
+
+
+def test_the_kl_of_the_reward_lies_on_every_sampled_token_and_nowhere_else(tmp_path: Path) -> None:
+    _, batch, _, results = rollouts()
+    trainer = bare_trainer(tmp_path, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
+    old, ref = torch.full((batch.num_tokens,), -1.0), torch.full((batch.num_tokens,), -1.2)
+    plain = bare_trainer(tmp_path).token_rewards(batch, results, None, None)
+    shaped = trainer.token_rewards(batch, results, old, ref)
+    assert torch.allclose(shaped, plain - 0.5 * 0.2 * batch.loss_mask)
+    assert trainer.kl_control.metrics() == {"kl/reward": pytest.approx(0.2), "kl/coef": 0.5}
+
+
+@pytest.mark.parametrize("whitened", [True, False])
+def test_advantages_are_gae_by_hand_and_whitened_over_the_step(tmp_path: Path, whitened: bool) -> None:
+    """A constant in the critic's place; gamma and lam by hand, one sequence at a time."""
+    groups, batch, group_ids, results = rollouts()
+    trainer = bare_trainer(
+        tmp_path, "algorithm.gamma=0.9", "algorithm.lam=0.8", f"algorithm.whiten_advantages={str(whitened).lower()}"
+    )
+    plan = BatchPlan((((tuple(range(5)),),),))
+    found = trainer.advantages(batch, group_ids, plan, groups, results, 0.25)
+    advantages, returns = [], []
+    for ids, result in zip(RESPONSES, results, strict=True):
+        rewards = [0.0] * (len(ids) - 1) + [result.value]
+        carried, of_sequence = 0.0, []
+        for t in reversed(range(len(ids))):
+            after = 0.25 if t + 1 < len(ids) else 0.0
+            carried = rewards[t] + 0.9 * after - 0.25 + 0.9 * 0.8 * carried
+            of_sequence.insert(0, carried)
+        advantages += of_sequence
+        returns += [0.25 + value for value in of_sequence]
+    wanted = torch.tensor(advantages)
+    if whitened:
+        wanted = (wanted - wanted.mean()) / (wanted.std() + 1e-8)
+    mask = batch.loss_mask
+    assert torch.allclose(found["train_batch"].columns["advantages"][mask], wanted, atol=1e-5)
+    assert torch.allclose(found["returns"][mask], torch.tensor(returns), atol=1e-5)
+    assert torch.equal(found["critic_batch"].columns["returns"], found["returns"])
+    assert float(found["critic_batch"].columns["loss_weights"].sum()) == pytest.approx(1.0)
+    assert not found["train_batch"].columns["advantages"][~mask].any() and not found["seen_values"][~mask].any()
+
+
+def test_the_critic_learns_from_truncated_responses_that_the_actor_leaves_out(tmp_path: Path) -> None:
+    groups, batch, group_ids, results = rollouts()
+    trainer = bare_trainer(tmp_path, "algorithm.overlong_filtering=true")
+    found = trainer.advantages(batch, group_ids, BatchPlan((((tuple(range(5)),),),)), groups, results, 0.0)
+    assert found["kept"].tolist() == [True, False, True, True, True]
+    cut = batch.segment_ids() == 1
+    assert not found["train_batch"].columns["loss_weights"][cut].any()
+    assert int((found["critic_batch"].columns["loss_weights"][cut] > 0).sum()) == 3
+
+
+def _kl_batch(lens: tuple[int, ...]) -> TrainBatch:
+    total = sum(lens)
+    return TrainBatch(torch.zeros(total, dtype=torch.int64), lens, torch.ones(total, dtype=torch.bool))
+
+
+def test_the_adaptive_kl_weight_follows_ziegler_2019() -> None:
+    """coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * S / horizon, KL a mean over sequences, not over tokens."""
+    control = KlControl(KlCtrlConfig(type="adaptive", kl_coef=0.2, target_kl=0.5, horizon=40))
+    batch = _kl_batch((1, 3))
+    control.observe(torch.tensor([0.5, 0.55, 0.55, 0.55]), batch)  # mean of 0.5 and 0.55: 5 % over the target
+    assert control.metrics() == {"kl/reward": pytest.approx(0.525), "kl/coef": 0.2}
+    assert control.coef == pytest.approx(0.2 * (1 + 0.05 * 2 / 40))
+    coef = control.coef
+    control.observe(torch.full((4,), 50.0), batch)
+    assert control.coef == pytest.approx(coef * (1 + 0.2 * 2 / 40)), "a far miss moves it by 20 % a horizon"
+    coef = control.coef
+    control.observe(torch.zeros(4), batch)
+    assert control.coef == pytest.approx(coef * (1 - 0.2 * 2 / 40))
+    resumed = KlControl(KlCtrlConfig(type="adaptive"))
+    resumed.load_state_dict(control.state_dict())
+    assert resumed.coef == control.coef
+
+
+def test_a_fixed_kl_weight_stays() -> None:
+    control = KlControl(KlCtrlConfig(kl_coef=0.2))
+    control.observe(torch.full((4,), 50.0), _kl_batch((2, 2)))
+    assert control.coef == 0.2
+
+
+class _Source:
+    """Weights that say what they were asked for."""
+
+    def __init__(self) -> None:
+        self.expected: dict[str, tuple[int, ...]] = {}
+
+    def check(self, expected: Any) -> None:
+        self.expected = dict(expected)
+
+    def read(self, block: Block) -> torch.Tensor:
+        return torch.ones(block.num_rows, *(() if block.cols is None else (block.cols[1] - block.cols[0],)))
+
+    def place(self, name: str) -> str:
+        return "the test"
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "bias"), [("causal", set(), 0.0), ("sequence", {"score.weight"}, 0.0), ("token", None, 1.0)]
+)
+def test_a_value_head_is_read_where_the_folder_has_one_and_starts_at_zero_elsewhere(
+    kind: Any, own: set[str] | None, bias: float
+) -> None:
+    source = _Source()
+    shapes = {"model.norm.weight": (4,), "score.weight": (1, 4), "score.bias": (1,)}
+    head = ValueHeadSource(source, kind, {"lm_head.weight": (9, 4)} if kind == "causal" else {})
+    head.check(shapes)
+    wanted = {"score.weight", "score.bias"} if own is None else own
+    unused = {"lm_head.weight"} if kind == "causal" else set()
+    assert source.expected.keys() == {"model.norm.weight"} | wanted | unused
+    weight = head.read(Block("score.weight", (0, 1), (0, 4)))
+    assert weight.shape == (1, 4) and bool((weight == (0.0 if kind == "causal" else 1.0)).all())
+    assert head.read(Block("score.bias", (0, 1))).tolist() == [bias]
+    assert head.read(Block("model.norm.weight", (0, 4))).tolist() == [1.0] * 4
+
+
+def test_settings_of_a_critic_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    off = load(tmp_path, "critic.ppo_epochs=2", "critic.optim.lr=1e-3", "algorithm.lam=0.9")
+    assert [one.key for one in idle_settings(off)] == ["critic.optim.lr", "critic.ppo_epochs", "algorithm.lam"]
+    own = load(tmp_path, *PPO, "critic.ppo_epochs=2", "critic.vf_coef=0.1", "algorithm.lam=0.9")
+    assert [one.key for one in idle_settings(own)] == ["critic.vf_coef"]
+    shared = load(tmp_path, *PPO, "critic.share_backbone=true", "critic.optim.lr=1e-3", "critic.vf_coef=0.1")
+    assert [one.key for one in idle_settings(shared)] == ["critic.optim.lr"]
+
+
+def test_a_folder_says_which_head_a_critic_starts_from(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    causal, head = read_critic_shape(folder)
+    assert head == "causal"
+    config = Path(folder) / "config.json"
+    fields = json.loads(config.read_text())
+    base = causal.architecture.removesuffix("ForCausalLM")
+    for ending, wanted in (("ForTokenClassification", "token"), ("ForSequenceClassification", "sequence")):
+        config.write_text(json.dumps(fields | {"architectures": [base + ending]}))
+        assert read_critic_shape(folder) == (causal, wanted)
+    config.write_text(json.dumps(fields | {"architectures": ["BertForTokenClassification"]}))
+    found = faults(tmp_path / "run", *PPO, f"critic.path={folder}")
+    assert [fault.key for fault in found] == [f"{config}: architectures"]
+
+
+def test_the_batch_table_shows_the_critics_own_updates(tmp_path: Path) -> None:
+    rows = {row.name: row for row in batch_table(load(tmp_path, *PPO, "critic.ppo_epochs=3"))}
+    assert rows["critic's updates of a step"].value == 3
+    shared = batch_table(load(tmp_path, *PPO, "critic.share_backbone=true"))
+    assert not [row for row in shared if "critic" in row.name]
+
+
+@pytest.mark.parametrize("key", ["algorithm.drop_flat_groups", "algorithm.filter_groups.enable"])
+def test_what_compares_the_samples_of_a_prompt_is_refused(tmp_path: Path, key: str) -> None:
+    found = faults(tmp_path, *PPO, "rollout.n=2", f"{key}=true")
+    assert key in [fault.key for fault in found], [str(fault) for fault in found]
