@@ -62,7 +62,7 @@ def test_log_lines_carry_role_rank_and_step(capsys):
 
 def test_observe_imports_neither_torch_nor_config_nor_plotting():
     code = (
-        "import sys; from megatron_rl.observe import log, progress, report, sinks, step_line; "
+        "import sys; from megatron_rl.observe import curves, log, progress, sinks, step_line; "
         "heavy = ('torch', 'matplotlib', 'tensorboard', 'wandb', 'megatron_rl.config'); "
         "print([name for name in heavy if name in sys.modules])"
     )
