@@ -175,7 +175,7 @@ def controller(counts: list[int], mean_length: int) -> None:
         times.append(time.process_time())
         plan = plan_batches(batch.seq_lens, [0] * count, dp=8, max_tokens=16384)
         times.append(time.process_time())
-        segments = batch.segment_ids()
+        segments = batch.segments
         rewards = torch.zeros(batch.num_tokens)
         rewards[torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1] = torch.randint(0, 2, (count,)).float()
         advantages = ADVANTAGES["grpo"](AdvantageInputs(rewards, batch.loss_mask, segments, ids, True))

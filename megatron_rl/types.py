@@ -102,9 +102,11 @@ class TrainBatch:
         """The same sequences with columns added or replaced. Each is [T]."""
         return replace(self, columns={**self.columns, **columns})
 
-    def segment_ids(self) -> torch.Tensor:
-        """[T] int64: the number of the sequence that each token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences), torch.tensor(self.seq_lens, dtype=torch.int64))
+    @cached_property
+    def segments(self) -> torch.Tensor:
+        """[T] int64: the number of the sequence that each token belongs to, ascending. Made once."""
+        lens = torch.tensor(self.seq_lens, dtype=torch.int64)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), lens)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

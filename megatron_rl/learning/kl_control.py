@@ -24,7 +24,7 @@ class KlControl:
 
     def observe(self, kl: torch.Tensor, batch: TrainBatch) -> None:
         """kl: [T] estimates of the step's samples."""
-        segments, mask, count = batch.segment_ids(), batch.loss_mask, batch.num_sequences
+        segments, mask, count = batch.segments, batch.loss_mask, batch.num_sequences
         lengths = sequence_sums(mask, segments, count)
         mean = float((sequence_sums(kl * mask, segments, count) / lengths.clamp(min=1)).mean())
         self._last = {"kl/reward": mean, "kl/coef": self.coef}

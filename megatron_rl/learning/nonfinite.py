@@ -75,7 +75,7 @@ class NonFiniteGuard:
             return
         chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
         chosen[list(sequences)] = True
-        segments = batch.segment_ids()
+        segments = batch.segments
         seen = batch.loss_mask & chosen[segments]
         for name, column in batch.columns.items():
             wrong = ~torch.isfinite(column) & seen

@@ -24,7 +24,7 @@ def length_penalties(cfg: RunConfig, response_lens: torch.Tensor) -> torch.Tenso
 
 def response_lens(batch: TrainBatch) -> torch.Tensor:
     """[S] float64: sampled tokens of each sequence."""
-    return sequence_sums(batch.loss_mask, batch.segment_ids(), batch.num_sequences)
+    return sequence_sums(batch.loss_mask, batch.segments, batch.num_sequences)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def leave_out(
     old_logprobs: torch.Tensor | None,
 ) -> Shaped:
     """Sequences `dropped` [S] (flat groups), truncated ones if asked, and what rollout correction rejects."""
-    segments = batch.segment_ids()
+    segments = batch.segments
     counts = {"groups/dropped": float(dropped.sum()) / len(groups[0].rollouts)}
     if cfg.algorithm.overlong_buffer.enable:
         counts["reward/overlong_penalty"] = float(length_penalties(cfg, response_lens(batch)).mean())
@@ -77,7 +77,7 @@ def _corrected(cfg: RunConfig, batch: TrainBatch, mask: torch.Tensor, old_logpro
         old_logprobs,
         batch.columns["rollout_logprobs"],
         mask,
-        batch.segment_ids(),
+        batch.segments,
         batch.num_sequences,
         weights=correction.rollout_is,
         weight_high=correction.rollout_is_threshold,

@@ -208,7 +208,7 @@ def pack(
     tokens = torch.zeros(sum(lens), dtype=torch.int64)
     tokens[padded] = batch.tokens
     trained = batch.loss_mask.nonzero().squeeze(-1)
-    segment_ids = batch.segment_ids()[trained]
+    segment_ids = batch.segments[trained]
     sequence_lens = torch.bincount(segment_ids, minlength=batch.num_sequences)
     predictor = padded[trained] - 1
     here = layout.owner[predictor] == cp_rank

@@ -221,7 +221,7 @@ class RlTrainer:
 
         part: whose update it is, the actor's unless given (RunConfig.critic_training).
         """
-        cfg, segments, part = self.cfg, batch.segment_ids(), part or self.cfg.actor
+        cfg, segments, part = self.cfg, batch.segments, part or self.cfg.actor
         minis = (group_ids // (part.ppo_mini_batch_size or cfg.mini_batch_size))[segments]
         weights = torch.zeros(batch.num_tokens)
         for mini in range(int(minis.max()) + 1):

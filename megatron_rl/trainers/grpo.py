@@ -138,7 +138,7 @@ class GrpoTrainer(RlTrainer):
         inputs = AdvantageInputs(
             self.token_rewards(batch, results, old_logprobs, ref_logprobs),
             batch.loss_mask,
-            batch.segment_ids(),
+            batch.segments,
             group_ids,
             algorithm.norm_adv_by_std_in_grpo,
             algorithm.gamma,

@@ -141,7 +141,7 @@ class PpoTrainer(RlTrainer):
         ref_logprobs: Tensor | None = None,
     ) -> dict[str, Any]:
         """GAE's advantages and returns of every token, whitened over the step; loss weights of actor and critic."""
-        algorithm, mask, segments = self.cfg.algorithm, batch.loss_mask, batch.segment_ids()
+        algorithm, mask, segments = self.cfg.algorithm, batch.loss_mask, batch.segments
         values = torch.as_tensor(values, dtype=torch.float32).expand(batch.num_tokens) * mask
         rewards = self.token_rewards(batch, results, old_logprobs, ref_logprobs)
         lam: float | Tensor = algorithm.lam

@@ -54,7 +54,7 @@ class SftTrainer:
         start = time.perf_counter()
         samples = [self.train_set.samples[i] for i in self.stream.next()]
         batch = to_batch(samples)
-        segments = batch.segment_ids()
+        segments = batch.segments
         weights = loss_weights(
             self.cfg.actor.loss_agg_mode,
             batch.loss_mask,
@@ -116,7 +116,7 @@ class SftTrainer:
             name: collect_column(batch, ranks, [[part[name] for part in rank] for rank in found])
             for name in ("logprobs", "greedy")
         }
-        segments, zeros = batch.segment_ids(), torch.zeros(len(samples), dtype=torch.float64)
+        segments, zeros = batch.segments, torch.zeros(len(samples), dtype=torch.float64)
         sums = {name: zeros.index_add(0, segments, column.double()).tolist() for name, column in columns.items()}
         return [
             {

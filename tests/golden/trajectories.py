@@ -62,7 +62,7 @@ def train(rank: int, world: int, folder: str, objective: str, agg: str, layout: 
 def _batch(seed: int, agg: str) -> TrainBatch:
     """Random tokens; each sequence has one advantage, alternating in sign; the reference is uniform."""
     batch = random_batch(seed, LENGTHS, VOCAB)
-    segments, mask = batch.segment_ids(), batch.loss_mask
+    segments, mask = batch.segments, batch.loss_mask
     weights = loss_weights(agg, mask, segments, batch.num_sequences, norm_length=64)
     advantages = ((-1.0) ** segments * (1.0 + segments / 4.0)).float() * mask
     uniform = -mask.float() * 4.852  # log 128

@@ -36,7 +36,7 @@ def _batch(mode: str) -> TrainBatch:
     def column(scale: float) -> torch.Tensor:
         return scale * torch.randn(batch.num_tokens, generator=generator) * batch.loss_mask
 
-    segments = batch.segment_ids()
+    segments = batch.segments
     return batch.with_(
         advantages=torch.randn(len(LENGTHS), generator=generator)[segments] * batch.loss_mask,
         # Whole sequences are off as well as single tokens, for losses that clip either.

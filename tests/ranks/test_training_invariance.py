@@ -77,7 +77,7 @@ def _trajectory(rank: int, world: int, folder: str, layout: dict[str, Any], mode
     found = []
     for number in range(STEPS):
         batch = random_batch(number % 2, LENGTHS, 128)
-        weights = loss_weights(mode, batch.loss_mask, batch.segment_ids(), batch.num_sequences, norm_length=64)
+        weights = loss_weights(mode, batch.loss_mask, batch.segments, batch.num_sequences, norm_length=64)
         micros = my_micro_batches(batch.with_(loss_weights=weights), actor, rank, world)
         report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
         found.append((report.loss, report.grad_norm))

@@ -105,7 +105,7 @@ def test_the_critic_learns_from_truncated_responses_that_the_actor_leaves_out(tm
     trainer = bare_trainer(tmp_path, "algorithm.overlong_filtering=true")
     found = trainer.advantages(batch, group_ids, BatchPlan((((tuple(range(5)),),),)), groups, results, 0.0)
     assert found["kept"].tolist() == [True, False, True, True, True]
-    cut = batch.segment_ids() == 1
+    cut = batch.segments == 1
     assert not found["train_batch"].columns["loss_weights"][cut].any()
     assert int((found["critic_batch"].columns["loss_weights"][cut] > 0).sum()) == 3
 
