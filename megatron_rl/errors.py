@@ -1,9 +1,8 @@
-"""Every error that megatron_rl raises on purpose. Imports nothing heavy: `megatron-rl check` loads this on a login
-node.
+"""Every error that megatron_rl raises on purpose. Imports nothing heavy: `megatron-rl check` loads this on
+a login node.
 
 Each message names the thing at fault (a key, or a file and row), its value, the reason and the cure. All classes
-survive
-pickling, so an error in a Ray worker reaches the controller as itself.
+survive pickling, so an error in a Ray worker reaches the controller as itself.
 """
 
 from __future__ import annotations

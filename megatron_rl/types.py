@@ -68,8 +68,8 @@ class TrainBatch:
     """S sequences of tokens end to end, and per-token columns aligned with them.
 
     A column's entry at token t belongs to token t as it is *predicted*: logprobs[t] is log p(tokens[t] | tokens
-    before t in
-    its sequence). The first token of a sequence is predicted by nothing; its entries are 0 and its loss_mask is False.
+    before t in its sequence). The first token of a sequence is predicted by nothing; its entries are 0 and its
+    loss_mask is False.
 
     Example: prompts [5, 6] and [7], responses [8, 1] and [9, 9, 1] give
         tokens    = [5 6 8 1 | 7 9 9 1], seq_lens = [4, 4], loss_mask = [0 0 1 1 | 0 1 1 1]
@@ -240,9 +240,7 @@ class BadMicroBatch:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did. Equal on all ranks of the last pipeline stage; others know all but loss and
-    metrics.
-    """
+    """What one optimizer step did. Equal on all ranks of the last pipeline stage; others lack loss and metrics."""
 
     loss: float
     grad_norm: float

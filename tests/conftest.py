@@ -1,5 +1,5 @@
-"""Gives every test process, and what it starts, the environment of launch/env.sh and its signals, however pytest was
-started.
+"""Gives every test process, and what it starts, the environment of launch/env.sh and its signals, however
+pytest was started.
 
 Runs before torch is imported anywhere: thread counts and compile switches are read only then.
 """

@@ -19,8 +19,8 @@ ADVANTAGES: dict[str, Callable[[AdvantageInputs], torch.Tensor]] = {
     "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline_advantages,
     "remax": advantages.remax_advantages,
 }
-"""algorithm.adv_estimator -> function from AdvantageInputs to token advantages [T]; gae, which needs a critic, is in
-algos/gae.py"""
+"""algorithm.adv_estimator -> function from AdvantageInputs to token advantages [T]; gae, which needs a critic,
+is in algos/gae.py"""
 
 LOSSES: dict[str, PolicyLoss] = {
     "ppo_clip": losses.ppo_clip_loss,

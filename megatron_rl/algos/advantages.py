@@ -101,8 +101,8 @@ def grpo_advantages(inputs: AdvantageInputs) -> torch.Tensor:
 def dr_grpo_advantages(inputs: AdvantageInputs) -> torch.Tensor:
     """A = R - mean of group. [T] float32.
 
-    Liu et al. 2025 (Dr. GRPO). The paper's loss also divides by a constant length: loss_agg_mode
-    seq-mean-token-sum-norm.
+    Liu et al. 2025 (Dr. GRPO). The paper's loss also divides by a constant length:
+    loss_agg_mode seq-mean-token-sum-norm.
     """
     returns = inputs.returns()
     return inputs.spread(returns - group_moments(returns, inputs.group_ids)[0])

@@ -1,5 +1,4 @@
-"""How a call on a worker group reaches its ranks, declared on the worker's methods. Pure: no process is
-needed.
+"""How a call on a worker group reaches its ranks, declared on the worker's methods. Pure: no process is needed.
 
 class PolicyWorker:
     @dispatch(split=Split.SPLIT_DP)
@@ -68,9 +67,8 @@ class Dispatch:
 class RankGrid:
     """What dispatch must know of a layout. Entry r of each tuple belongs to rank r.
 
-    Example, dp=2 and tp=2, engines of 2 ranks: RankGrid(world=4, dp_of_rank=(0, 0, 1, 1),
-    is_dp_head=(True, False, True, False), engine_of_rank=(0, 0, 1, 1), is_engine_head=(True, False, True,
-    False))
+    Example, dp=2 and tp=2, engines of 2 ranks: RankGrid(world=4, dp_of_rank=(0, 0, 1, 1), is_dp_head=(True, False,
+    True, False), engine_of_rank=(0, 0, 1, 1), is_engine_head=(True, False, True, False))
     """
 
     world: int
@@ -116,9 +114,7 @@ def dispatch(split: Split = Split.ALL, collect: Collect | None = None) -> Callab
 
 
 def dispatch_of(worker_cls: type, method: str) -> Dispatch:
-    """The declared mode of a method. ClusterError where the method is not declared, AttributeError without
-    it.
-    """
+    """The declared mode of a method. ClusterError where the method is not declared, AttributeError without it."""
     found = getattr(worker_cls, method, None)
     if found is None:
         known = sorted(name for name in dir(worker_cls) if hasattr(getattr(worker_cls, name), "__dispatch__"))

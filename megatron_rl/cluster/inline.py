@@ -22,9 +22,7 @@ class InlineBackend:
     world = 1
 
     def __init__(self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device) -> None:
-        """Set the rank's environment variables, which `close` takes back, and build worker_cls(0, 1,
-        *worker_args).
-        """
+        """Set the rank's environment variables, which `close` takes back, and build worker_cls(0, 1, *worker_args)."""
         own = worker_environment(cluster, device, os.environ)
         own |= rank_environment(0, 1, 0, 1, "127.0.0.1", free_port())
         self._before = {name: os.environ.get(name) for name in own}

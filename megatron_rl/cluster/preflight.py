@@ -1,6 +1,4 @@
-"""What must be true of this machine before Ray starts: packages, GPUs, disk, port. Every fault is found at
-once.
-"""
+"""What must be true of this machine before Ray starts: packages, GPUs, disk, port. Every fault is found at once."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def package_faults(cfg: RunConfig, needs_rollout: bool) -> list[Fault]:
 
 
 def installed(package: str) -> bool:
-    """Whether a package (or sub-package, dotted) can be found, without importing it; parents of a dotted one
-    are.
-    """
+    """Whether a package (or sub-package, dotted) can be found, without importing it; parents of a dotted one are."""
     parent, _, _ = package.rpartition(".")
     if parent and not installed(parent):
         return False

@@ -62,9 +62,7 @@ class RankHost:
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), index, free_port())
 
     def prepare(self, environment: Mapping[str, str], folder: str) -> None:
-        """Set the rank's variables and go to the controller's working folder, so that relative paths mean the
-        same.
-        """
+        """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same."""
         os.environ.update(environment)
         # A terminal's Ctrl-C reaches every process; it is the controller that ends the ranks, once they have saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,9 +88,7 @@ class RankHost:
 
 @contextmanager
 def _watched(watch: Watch) -> Iterator[None]:
-    """Keep this thread's stack once watch.after_s have passed; from a thread of its own, since this one may
-    hang.
-    """
+    """Keep this thread's stack once watch.after_s have passed; from a thread of its own, since this one may hang."""
     key, after_s = watch
     timer = threading.Timer(after_s, _keep_stack, (key, threading.get_ident()))
     timer.daemon = True

@@ -64,9 +64,7 @@ class RayBackend:
     def call(
         self, method: str, calls: Sequence[Call | None], keep: Sequence[bool], timeout_s: float
     ) -> list[Answer | None]:
-        """See Backend.call. Shared arguments go once into Ray's object store, where numpy arrays are read-
-        only.
-        """
+        """See Backend.call. Shared arguments go once into Ray's object store, where numpy arrays are read-only."""
         if self._broken is not None:
             raise ClusterError(f"{self._name}.{method}: the workers cannot be called any more: {self._broken}")
         self._settle(timeout_s)
@@ -271,9 +269,7 @@ def _death_text(where: str, outcome: Outcome) -> str:
 
 
 def _first_error(where: str, outcome: Outcome) -> BaseException:
-    """The first error to arrive, as itself; notes say its rank, its traceback there, and what other ranks
-    did.
-    """
+    """The first error to arrive, as itself; notes say its rank, its traceback there, and what other ranks did."""
     rank, task_error = outcome.errors[0]
     error = unwrapped(task_error, f"on rank {rank} in {where}")
     for other, further in outcome.errors[1:]:

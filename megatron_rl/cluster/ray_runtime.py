@@ -26,8 +26,7 @@ _is_ours = False
 
 
 def acquire(cluster: ClusterConfig, device: Device) -> None:
-    """Have Ray running in this process. A Ray that something else has started is used as it is and left
-    running.
+    """Have Ray running in this process. A Ray that something else has started is used as it is and left running.
 
     ClusterError where cluster.ray_port is in use or nothing answers at cluster.ray_address.
     """

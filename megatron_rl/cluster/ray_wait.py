@@ -32,9 +32,7 @@ class Outcome:
 
 
 def wait_for_ranks(refs: Mapping[ray.ObjectRef, int], timeout_s: float, called_off: Callable[[], bool]) -> Outcome:
-    """Wait until every rank answered, timeout_s passed, GRACE_S passed after a failure, or the wait is called
-    off.
-    """
+    """Wait until every rank answered, timeout_s passed, GRACE_S passed after a failure, or the wait is called off."""
     outcome = Outcome()
     pending = dict(refs)
     end = time.monotonic() + timeout_s
@@ -52,9 +50,7 @@ def wait_for_ranks(refs: Mapping[ray.ObjectRef, int], timeout_s: float, called_o
 
 
 def unwrapped(error: RayTaskError, note: str) -> BaseException:
-    """The worker's own exception, with the note and its traceback on the worker; the Ray error where it has
-    none.
-    """
+    """The worker's own exception, with the note and its traceback on the worker; the Ray error where it has none."""
     cause = error.cause if isinstance(error.cause, BaseException) else error
     if note:
         cause.add_note(note)

@@ -48,9 +48,7 @@ class Placement:
 
 
 def plan_placement(cluster: ClusterConfig, device: Device) -> Placement:
-    """One node: a bundle for each rank, all on one machine. More: a bundle for each node, holding all its
-    ranks.
-    """
+    """One node: a bundle for each rank, all on one machine. More: a bundle for each node, holding all its ranks."""
     per_rank = {"CPU": cluster.num_cpus_per_rank}
     if device == "cuda":
         per_rank["GPU"] = 1.0

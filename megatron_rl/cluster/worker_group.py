@@ -17,8 +17,8 @@ from megatron_rl.errors import ClusterError
 
 
 class WorkerGroup:
-    """Calls a method on its ranks as the method declares, and waits: `group.update(batch)`,
-    `group.call("update", batch)`.
+    """Calls a method on its ranks as the method declares, and waits:
+    `group.update(batch)`, `group.call("update", batch)`.
 
     Calls from several threads run one after the other. A worker's error is raised as itself, with its rank in
     a note; ClusterError names ranks that are dead or do not answer within the deadline, after which the group
@@ -94,8 +94,7 @@ class WorkerGroup:
 def start_group(
     worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, grid: RankGrid, device: Device
 ) -> WorkerGroup:
-    """Start one worker a rank, each built as worker_cls(rank, world_size, *worker_args), and wait until all
-    are up.
+    """Start one worker a rank, each built as worker_cls(rank, world_size, *worker_args), and wait until all are up.
 
     ClusterError where the resources cannot be had or a rank does not start within cluster.start_timeout_s; an
     error of a worker's constructor is raised as itself. Nothing that was started is left behind then.

@@ -64,8 +64,8 @@ def collect_column(
 
 
 def from_rollouts(groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, torch.Tensor]:
-    """Rollouts end to end, and the group [S] of each sequence. Column rollout_logprobs holds the engine's
-    log-probabilities.
+    """Rollouts end to end, and the group [S] of each sequence. Column rollout_logprobs holds
+    the engine's log-probabilities.
     """
     tokens: list[int] = []
     mask: list[bool] = []
@@ -98,9 +98,7 @@ def sequence_cost(length: int) -> float:
 
 
 def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices in num_parts lists of near-equal total cost: the largest differencing method (Karmarkar and Karp
-    1982).
-    """
+    """Indices in num_parts lists of near-equal total cost, by largest differencing (Karmarkar and Karp 1982)."""
     if num_parts == 1:
         return [list(range(len(costs)))]
     # A state is (spread, tie-breaker, parts), a part (cost, members), parts from heavy to light.

@@ -19,8 +19,8 @@ CURE = "write it as a list, not as text: json.loads it first, and keep the rows 
 
 
 def is_chat_text(text: str) -> bool:
-    """Whether a text is a list of messages (or one message) as JSON, Python or numpy print it, white space around it
-    or not.
+    """Whether a text is a list of messages (or one message) as JSON, Python or numpy print it, white space around
+    it or not.
     """
     text = text.strip().removeprefix("\ufeff")
     if not _STARTS.match(text) or not any(word in text for word in ("role", "from")):

@@ -70,9 +70,8 @@ class Length(NamedTuple):
 def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False) -> PromptSet:
     """Read, check and render all rows of `files`.
 
-    `validation`: the rows are scored, so each needs a ground truth (in training a reward may do without one).
-    Prompts longer than cfg.max_prompt_length are an error, left out, or cut to their last tokens
-    (cfg.overlong_prompts).
+    `validation`: the rows are scored, so each needs a ground truth (in training a reward may do without one). Prompts
+    longer than cfg.max_prompt_length are an error, left out, or cut to their last tokens (cfg.overlong_prompts).
 
     Raises DataError: unreadable files, rows that cannot be used (all of them, by file and row), overlong
     prompts under the policy "error", no row left.
@@ -165,9 +164,7 @@ def read_messages(
 
 
 def read_prompt(cfg: DataConfig, values: dict[str, Any]) -> str | list[Message]:
-    """A row's prompt: messages, the row's system message first; or a string that is used as it is
-    (data.string_prompt).
-    """
+    """A row's prompt: messages, the row's system message first; or a string, used as it is (data.string_prompt)."""
     column = prompt_column(cfg, values)
     prompt = read_messages(find_value(values, column), column, "prompt")
     if isinstance(prompt, str) and cfg.string_prompt == "user":

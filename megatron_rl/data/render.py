@@ -112,8 +112,8 @@ class Renderer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: the tokenizer's end token first, then those of generation_config.json and
-        config.json.
+        """Ids that end a response: the tokenizer's end token first, then those of
+        generation_config.json and config.json.
         """
         return self._eos_token_ids
 

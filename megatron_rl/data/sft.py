@@ -85,8 +85,8 @@ class SftSet:
 def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, validation: bool = False) -> SftSet:
     """Read, check and render all rows of `files`. `validation` only says which key errors name.
 
-    Rows longer than cfg.max_prompt_length + cfg.max_response_length are an error, left out, or cut at their
-    end (cfg.overlong_prompts).
+    Rows longer than cfg.max_prompt_length + cfg.max_response_length are an error, left out, or cut at
+    their end (cfg.overlong_prompts).
 
     Raises DataError: unreadable files, rows that cannot be used (all of them, by file and row), rows in which
     no token is trained on, overlong rows under the policy "error", no row left.

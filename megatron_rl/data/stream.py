@@ -95,8 +95,7 @@ class Stream:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where the stream that gave `state` stopped. The batch size may differ; what orders the items
-        may not.
+        """Go on where the stream that gave `state` stopped. The batch size may differ; what orders the items may not.
 
         Raises DataError naming each setting that differs.
         """

@@ -32,11 +32,11 @@ class RunRewards:
         self._scorer = RewardScorer(cfg.reward, models={"model": self._by("model"), "judge": self._by("judge")})
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
-        """Look at every row's ground truth, and score an empty response to the first prompt of each data source, models
-        left out.
+        """Look at every row's ground truth, and score an empty response to the first prompt of each data source,
+        models left out.
 
-        Raises DataError naming data sources and rows that cannot be scored, RewardError where a reward cannot be loaded
-        or fails.
+        Raises DataError naming data sources and rows that cannot be scored, RewardError where a reward cannot be
+        loaded or fails.
         """
         samples = [reward_sample(prompt, _EMPTY) for prompt in prompts]
         self._scorer.check_rows(samples)

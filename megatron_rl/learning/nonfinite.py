@@ -1,7 +1,7 @@
 """What becomes of a run whose loss, gradient or advantages are not finite: it stops, or passes over the mini-batch.
 
-Ranks leave weights, moments and learning-rate schedule as they were (mcore/step.py); here the data rows are named, and
-trainer.on_nonfinite decides.
+Ranks leave weights, moments and learning-rate schedule as they were (mcore/step.py); here the data rows are named,
+and trainer.on_nonfinite decides.
 """
 
 from __future__ import annotations

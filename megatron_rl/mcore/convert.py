@@ -132,8 +132,8 @@ def export_hf(
     dtype: torch.dtype | None = None,
     of: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every HF tensor whole, chunk after chunk, on every rank: a collective over tensor-, expert- and pipeline-parallel
-    ranks.
+    """Every HF tensor whole, chunk after chunk, on every rank: a collective over tensor-, expert-
+    and pipeline-parallel ranks.
 
     dtype: of the exported tensors; their own when not given. of: what of each parameter is exported, its value by
     default (its main_grad, say, gives gradients in HF coordinates; with pipeline stages, say their dtype too). Each

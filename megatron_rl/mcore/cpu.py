@@ -1,8 +1,7 @@
 """What Megatron-Core needs to train on CPU and gloo. Does nothing where CUDA is.
 
 Megatron-Core writes `device="cuda"` and torch.cuda calls in places that no setting reaches. `install()` maps them to
-the
-CPU, in this module only; the training arithmetic is untouched. Each block says which call it answers. It serves
+the CPU, in this module only; the training arithmetic is untouched. Each block says which call it answers. It serves
 megatron-core 0.16 to 0.19 and may run before or after `import megatron.core`.
 """
 

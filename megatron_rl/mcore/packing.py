@@ -1,8 +1,8 @@
 """Sequences end to end (THD) as one micro-batch: tokens, positions, and how attention walks over them.
 
 With context parallelism each sequence is padded to a multiple of 2 cp and cut into that many chunks; rank r holds
-chunks r and 2 cp - 1 - r ("zigzag": every rank gets an early and a late chunk, so that causal attention costs all ranks
-the same).
+chunks r and 2 cp - 1 - r ("zigzag": every rank gets an early and a late chunk, so that causal attention costs all
+ranks the same).
 
 Example, cp 2, a sequence of 8: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5.
 """

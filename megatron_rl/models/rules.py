@@ -3,8 +3,8 @@
 A local parameter (one rank's shard) is a stack of blocks along dim 0; a block is a rectangle of one HF tensor. Loading,
 exporting and resharding all read this one table.
 
-Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. Megatron's linear_qkv.weight on that
-rank is
+Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. Megatron's linear_qkv.weight on
+that rank is
     q_proj rows 16:32, k_proj rows 8:16, v_proj rows 8:16       (group 1 of 2: its 2 query heads, its key, its value)
 
 Experts have a split of their own: ep ranks hold different experts, etp ranks hold parts of the same ones.
@@ -53,8 +53,7 @@ class LocalParam:
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a family's table: a Megatron parameter, how it is fused and split, and the HF tensors it is made
-    of.
+    """One line of a family's table: a Megatron parameter, how it is fused and split, and the HF tensors it is made of.
 
     A `*` in the names stands for an expert: in HF names its number, in Megatron's its number among its rank's experts.
     """

@@ -95,9 +95,8 @@ def open_sinks(
 ) -> list[Sink]:
     """The JSONL sink and those named (tensorboard, wandb, mlflow; console is no sink and is passed over).
 
-    first_step: the first step that will be written; what an earlier run wrote from there on is cut.
-    settings: the resolved config, for the services that show it. Raises MissingDependency with the pip
-    command.
+    first_step: the first step that will be written; what an earlier run wrote from there on is cut. settings: the
+    resolved config, for the services that show it. Raises MissingDependency with the pip command.
     """
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -225,9 +224,7 @@ class WandbSink:
 
 
 class MlflowSink:
-    """An MLflow run where MLFLOW_TRACKING_URI says; a run that goes on in the same folder goes on in the same
-    one.
-    """
+    """An MLflow run where MLFLOW_TRACKING_URI says; a run that goes on in the same folder goes on in the same one."""
 
     name = "mlflow"
 

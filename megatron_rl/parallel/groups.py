@@ -1,6 +1,4 @@
-"""Megatron's process groups from a Topology. The one place that starts torch.distributed and megatron's
-parallel_state.
-"""
+"""Megatron's process groups from a Topology. Only this module starts torch.distributed and parallel_state."""
 
 from __future__ import annotations
 

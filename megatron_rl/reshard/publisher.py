@@ -78,8 +78,8 @@ class FullPublisher:
         lent_back: Callable[[], None] = _nothing,
     ) -> None:
         """export: the trainer's tensors in Hugging Face names, in the engine's dtype; a collective over its ranks.
-        held_bytes: of these, what this rank's shard makes up. lent_back: called when the trainer's weights may leave
-        the device.
+        held_bytes: of these, what this rank's shard makes up. lent_back: called when the trainer's weights may
+        leave the device.
         """
         self._engine, self._export = engine, export
         self._held_bytes, self._lent_back = held_bytes, lent_back

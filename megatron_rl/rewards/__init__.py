@@ -1,5 +1,5 @@
-"""Rewards: functions from responses to numbers, run in processes that can be killed (rewards/pool.py), and composed
-(rewards/compose.py).
+"""Rewards: functions from responses to numbers, run in processes that can be killed (rewards/pool.py),
+and composed (rewards/compose.py).
 """
 
 from __future__ import annotations

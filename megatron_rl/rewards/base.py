@@ -14,8 +14,7 @@ from megatron_rl.errors import RewardError
 class RewardSample:
     """One response to score.
 
-    Example: RewardSample(data_source="add2", prompt_text="4+5=", solution_str="9", ground_truth="9",
-    num_tokens=2)
+    Example: RewardSample(data_source="add2", prompt_text="4+5=", solution_str="9", ground_truth="9", num_tokens=2)
     """
 
     data_source: str

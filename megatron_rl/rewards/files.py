@@ -36,8 +36,8 @@ class _Neighbours(importlib.abc.MetaPathFinder):
 def import_file(spec: str, source: str) -> ModuleType:
     """The module of a reward's file; `spec` is what the reward was called.
 
-    Raises RewardError where the file is not there, does not import, or has a neighbour of the same name as another
-    reward's.
+    Raises RewardError where the file is not there, does not import, or has a neighbour of the same name
+    as another reward's.
     """
     path = Path(source).expanduser().resolve()
     if not path.is_file():

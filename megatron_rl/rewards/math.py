@@ -19,9 +19,8 @@ except ImportError as error:
 def math_equal(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 where math-verify finds the response's last answer (boxed, LaTeX, plain) equal to the truth, else 0.
 
-    To be called in the main thread of a process, as the reward pool does: math-verify bounds its own work by
-    SIGALRM, which other threads cannot use. Raises ValueError where the ground truth is missing or is no
-    expression.
+    To be called in the main thread of a process, as the reward pool does: math-verify bounds its own work by SIGALRM,
+    which other threads cannot use. Raises ValueError where the ground truth is missing or is no expression.
     """
     return float(math_verify.verify(_parsed(ground_truth), math_verify.parse(solution_str)))
 

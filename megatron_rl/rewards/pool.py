@@ -4,9 +4,8 @@ A reward is code of the user's: it may hang, crash the interpreter or eat the me
 stopped, so samples are scored in processes, and a process that hangs is killed and replaced. What goes wrong
 costs the sample it happened on and no other (contract R3).
 
-Each process is a fresh interpreter, started with subprocess: a fork would copy the controller's threads
-(torch, Ray) in an unknown state, and multiprocessing's spawn would run the user's main script again in each
-process.
+Each process is a fresh interpreter, started with subprocess: a fork would copy the controller's threads (torch, Ray) in
+an unknown state, and multiprocessing's spawn would run the user's main script again in each process.
 
 A sample that takes much longer than the others is set aside: its process goes on at the lowest priority while a fresh
 one takes its place, and its clock stands still until the other samples are done. So many hanging samples run out their

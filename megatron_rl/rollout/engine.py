@@ -25,8 +25,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     """Ids that end a response; the id is kept as its last token."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, looked for in all of its text, special tokens included; the tokens that hold it are
-    kept."""
+    """Texts that end a response, looked for in all of its text, special tokens included; the tokens that hold
+    it are kept."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,7 @@ class RolloutEngine(Protocol):
 
     @property
     def part(self) -> EnginePart | None:
-        """This rank's part; None where parameters have no layout of an engine's own, so that only whole tensors go
-        in.
-        """
+        """This rank's part; None if the engine stores unsharded HF tensors (only full-tensor updates work)."""
         ...
 
     @property

@@ -101,8 +101,8 @@ def _pack_experts_again() -> None:
 
 
 class VllmEngine:
-    """One rank of a vLLM engine. Weights start as noise, or as the trainer's where they are shared: an update must come
-    first.
+    """One rank of a vLLM engine. Weights start as noise, or as the trainer's where they are shared: an update
+    must come first.
     """
 
     def __init__(self, settings: EngineSettings, shared: Mapping[str, torch.Tensor]) -> None:

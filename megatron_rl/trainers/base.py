@@ -1,7 +1,7 @@
 """What every algorithm that samples and scores has in common: data, sampling, rewards, model passes, validation.
 
-No algorithm is here. A trainer (grpo.py, ppo.py) takes these nodes, adds its own advantages and update, and lists the
-flow.
+No algorithm is here. A trainer (grpo.py, ppo.py) takes these nodes, adds its own advantages and update, and
+lists the flow.
 """
 
 from __future__ import annotations

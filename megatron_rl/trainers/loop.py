@@ -80,8 +80,8 @@ class Trainer(Protocol):
 
 
 def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
-    """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl, rollouts.jsonl,
-    curves.png, final/.
+    """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl,
+    rollouts.jsonl, curves.png, final/.
 
     Everything that is refused is found before the folder changes: an earlier run in it stays as it was. A signal that
     asks the run to end (cluster/stop.py) has it save first; then Stopped is raised, which says where.

@@ -77,8 +77,8 @@ def plan_for(
 def start_policy(
     cfg: RunConfig, total_optimizer_steps: int, with_engine: bool, critic_optimizer_steps: int | None = None
 ) -> WorkerGroup:
-    """Start the colocated workers: actor, reference and engine on every rank, and a critic where its optimizer steps
-    are given.
+    """Start the colocated workers: actor, reference and engine on every rank, and a critic where its optimizer
+    steps are given.
     """
     if cfg.model.tokenizer_path is not None or cfg.data.chat_template == "plain":
         # Files of two folders, or a template that takes the tokenizer's place: seen now, not at the save.

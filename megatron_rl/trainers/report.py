@@ -33,8 +33,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """What is measured of every step that samples, whatever the algorithm.
 
-    values: the flow's outputs. timings: node -> (start, end). busy_s: seconds of the slowest policy rank inside its
-    methods.
+    values: the flow's outputs. timings: node -> (start, end). busy_s: seconds of the slowest policy rank
+    inside its methods.
     """
     groups: list[RolloutGroup] = values["groups"]
     batch = values["batch"]

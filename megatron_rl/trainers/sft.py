@@ -1,6 +1,4 @@
-"""Supervised fine-tuning, read top to bottom: batches of packed sequences, loss on response tokens, one update a
-step.
-"""
+"""Supervised fine-tuning, top to bottom: batches of packed sequences, loss on response tokens, one update a step."""
 
 from __future__ import annotations
 
@@ -89,8 +87,8 @@ class SftTrainer:
         return target is not None and self.loss_ema is not None and self.loss_ema < target
 
     def validate(self, step: int) -> dict[str, float]:
-        """Each validation row once: mean token loss; share of tokens, and of whole responses, that greedy decoding
-        would give.
+        """Each validation row once: mean token loss; share of tokens, and of whole responses, that greedy
+        decoding would give.
         """
         if self.val_set is None:
             return {}

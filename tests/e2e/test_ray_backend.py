@@ -114,9 +114,7 @@ def ray_processes() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_port() -> Iterator[int]:
-    """A Ray of this process on a port of our choice. Once the last user releases it, none of its processes is
-    left.
-    """
+    """A Ray of this process on a port of our choice. Once the last user releases it, none of its processes is left."""
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_wait, "GRACE_S", 1.0)

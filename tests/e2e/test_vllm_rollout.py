@@ -44,8 +44,8 @@ def _settings(folder: str, name: str = "vllm", **changes: Any) -> Any:
 
 
 def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
-    """Largest difference between the engine's log-probabilities and the trainer's over samples of short and long
-    prompts.
+    """Largest difference between the engine's log-probabilities and the trainer's over samples of short
+    and long prompts.
     """
     from megatron_rl.data.batching import from_rollouts
     from megatron_rl.mcore.step import forward_logprobs
@@ -121,9 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @needs_cpu_engine
 def test_w7_w8_engine_follows_the_trainer_through_three_updates(folder: str) -> None:
-    """W7: within 1e-4 before and after each of three updates, prefix caching on, prompts of up to 300 tokens. W8
-    too.
-    """
+    """W7, W8: within 1e-4 before and after each of three updates, prefix caching on, prompts of up to 300 tokens."""
     (result,) = run_ranks(1, _updates_on_rank, folder, timeout=240.0)
     assert max(result["gaps"]) < 1e-4, result["gaps"]
     model = load_hf_model(folder)

@@ -121,8 +121,8 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
 
 @needs_cpu_engine
 def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> None:
-    """Greedy outputs equal transformers', before and after an update, and both ranks sample alike, with seeds and
-    without.
+    """Greedy outputs equal transformers', before and after an update, and both ranks sample alike, with
+    seeds and without.
 
     With TP 2 on both sides and one KV head a rank, all of the engine is the trainer's memory: a sync moves nothing.
     """

@@ -101,9 +101,7 @@ def load_hf_model(folder: str) -> Any:
 
 
 def random_batch(seed: int, lengths: tuple[int, ...], vocab: int, prompt: int = 3) -> TrainBatch:
-    """Sequences of the given lengths; the first `prompt` tokens of each are not trained on. loss_weights: token
-    mean.
-    """
+    """Sequences of the given lengths; the first `prompt` tokens of each are not trained on; token-mean weights."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     mask = torch.ones(total, dtype=torch.bool)

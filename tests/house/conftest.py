@@ -1,5 +1,5 @@
-"""Starts pyright on the whole project when the session starts: it takes a minute of one core, which other tests leave
-idle.
+"""Starts pyright on the whole project when the session starts: it takes a minute of one core, which other
+tests leave idle.
 """
 
 from __future__ import annotations

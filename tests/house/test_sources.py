@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import checks
+from tests.house import checks, prose
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,6 +67,11 @@ def test_no_machine_paths_or_registry_hosts():
     assert not found, report(found)
 
 
+def test_no_docstring_was_broken_by_a_reflow():
+    found = complaints(prose.broken_wraps, is_python)
+    assert not found, report(found)
+
+
 def test_the_size_rules_catch_one_line_too_many():
     body = "    x = 1\n"
     assert not list(checks.long_file("a.py", "x\n" * 600))
@@ -76,6 +81,33 @@ def test_the_size_rules_catch_one_line_too_many():
     assert len(list(checks.long_functions("a.py", "@staticmethod\ndef f():\n" + body * 79))) == 1
     nested = "class A:\n    async def f(self):\n" + "        x = 1\n" * 80
     assert list(checks.long_functions("a.py", nested)) == ["a.py:2: f has 81 lines, more than 80"]
+
+
+FULL = "word " * 20
+
+
+def test_the_wrap_rule_catches_words_that_a_reflow_left():
+    at_the_end = f'"""{FULL}\nonce.\n"""\n'
+    assert list(prose.broken_wraps("a.py", at_the_end)) == [
+        "a.py:2: 'once.' is left alone on a line; wrap the paragraph again"
+    ]
+    within = f'class A:\n    """{FULL}\n    before t in\n    its sequence.\n    """\n'
+    assert len(list(prose.broken_wraps("a.py", within))) == 1
+    of_a_field = f'class A:\n    x: int\n    """{FULL}\n    or so."""\n'
+    assert len(list(prose.broken_wraps("a.py", of_a_field))) == 1
+
+
+def test_the_wrap_rule_allows_short_lines_that_their_writer_wanted():
+    good = [
+        f'"""{FULL}\nat least three.\n"""\n',
+        '"""One line.\nAnother.\n"""\n',
+        f'"""{FULL}\n\nExample.\n"""\n',
+        f'"""{FULL}\n- item\n"""\n',
+        f'"""{FULL}\n\n    {FULL}\n    x = f(y)\n"""\n',
+        f'x = """{FULL}\nonce."""\n',
+    ]
+    for text in good:
+        assert not list(prose.broken_wraps("a.py", text)), text
 
 
 def test_the_ascii_rule_names_line_and_character():

@@ -57,9 +57,7 @@ def _parity_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any], 
     ],
 )
 def test_n1_mcore_equals_transformers(tmp_path: Path, family: str, tied: bool, vocab: int, layout: str) -> None:
-    """N1, W1: log-probabilities within 1e-5, gradients within 1e-4 relative, export bit-exact; odd vocabulary
-    included.
-    """
+    """N1, W1: log-probabilities within 1e-5, gradients within 1e-4 relative, export bit-exact; odd vocabularies too."""
     folder = save_tiny(tmp_path / "model", family, tied=tied, vocab=vocab)
     world, axes = LAYOUTS[layout]
     model = load_hf_model(folder)

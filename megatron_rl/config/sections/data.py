@@ -36,8 +36,8 @@ class DataConfig:
     val_files: FileList = Field(default_factory=list)
     """Files of the validation set, of the same kinds; empty: no validation."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a list of chat messages, or a string. As in all names of columns, dots lead into mappings
-    (extra_info.question)."""
+    """Column of the prompt: a list of chat messages, or a string. As in all names of columns, dots lead
+    into mappings (extra_info.question)."""
     string_prompt: Literal["verbatim", "user"] = "verbatim"
     """What a prompt that is a string is: the text that the model is given, or a user message for the template."""
     label_key: str | None = None

@@ -31,8 +31,8 @@ class RewardWorkerConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is the device of the policy (cluster.device)."""
     own_gpu: bool = False
-    """Reserve a GPU of its own for each worker; off: worker i shares GPU i with a policy rank, whose memory must hold
-    both."""
+    """Reserve a GPU of its own for each worker; off: worker i shares GPU i with a policy rank, whose memory
+    must hold both."""
     num_workers: PositiveInt = 1
     """Copies of the model; each scores a part of the batch."""
     num_cpus: PositiveFloat = 1.0
@@ -103,8 +103,8 @@ class RewardConfig:
     timeout_s: PositiveFloat = 10.0
     """Seconds that one sample may take (a batch reward: its batch); a process over it is killed and replaced."""
     memory_limit_gb: PositiveFloat | None = 8.0
-    """GiB of address space of a reward process; a sample that passes it fails, and the process is replaced. null: no
-    limit."""
+    """GiB of address space of a reward process; a sample that passes it fails, and the process is replaced.
+    null: no limit."""
     failed_score: float = 0.0
     """Score of a sample whose reward raised, crashed or ran out of time; such are counted and shown."""
     max_failed_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1

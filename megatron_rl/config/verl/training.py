@@ -269,8 +269,8 @@ def _clipping(work: Work, mode: str) -> None:
 
 
 def critic(work: Work) -> None:
-    """verl's trainer is PPO where advantages come from GAE, its default; a critic is trained then unless it is told
-    otherwise.
+    """verl's trainer is PPO where advantages come from GAE, its default; a critic is trained then unless it
+    is told otherwise.
     """
     key, enable = "algorithm.adv_estimator", "critic.enable"
     entry = work.entry(key, "gae")

@@ -34,9 +34,9 @@ def spread(values: Iterable[float]) -> Spread:
 class Report:
     """Everything that the command prints.
 
-    bytes: quantity -> its spread in bytes: local, moved, minimum and full_gather over engine processes, sent over all.
-    seconds: step -> expected seconds. memory: phase -> part -> bytes of the fullest GPU. order: the process of each
-    engine slot.
+    bytes: quantity -> its spread in bytes: local, moved, minimum and full_gather over engine processes, sent over
+    all. seconds: step -> expected seconds. memory: phase -> part -> bytes of the fullest GPU. order: the process of
+    each engine slot.
     """
 
     request: Request

@@ -1,5 +1,5 @@
-"""What of a row reaches the chat template, what is refused by file and row, what is listed: nothing is left out
-silently.
+"""What of a row reaches the chat template, what is refused by file and row, what is listed: nothing is
+left out silently.
 """
 
 from __future__ import annotations
