@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from megatron_rl.config.algorithms import ALGORITHMS, Needs
 from megatron_rl.config.sections.actor import ActorConfig, RefConfig
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.sections.base import section
@@ -34,14 +35,14 @@ class RunConfig:
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @property
-    def is_rl(self) -> bool:
-        """The run generates and scores responses."""
-        return self.algorithm.name != "sft"
+    def needs(self) -> Needs:
+        """What the run's algorithm needs."""
+        return ALGORITHMS[self.algorithm.name]
 
     @property
     def needs_reference(self) -> bool:
         """The run compares the policy with a frozen one."""
-        return self.is_rl and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
+        return self.needs.rollouts and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
 
     @property
     def critic_training(self) -> ActorConfig:
@@ -87,10 +88,10 @@ class RunConfig:
     @property
     def mini_batch_size(self) -> int:
         """Prompts (SFT: sequences) of one optimizer step."""
-        size = self.actor.ppo_mini_batch_size if self.is_rl else None
+        size = self.actor.ppo_mini_batch_size if self.needs.rollouts else None
         return self.data.train_batch_size if size is None else size
 
     @property
     def samples_per_prompt(self) -> int:
         """Sequences that one prompt (SFT: row) becomes."""
-        return self.rollout.n if self.is_rl else 1
+        return self.rollout.n if self.needs.rollouts else 1

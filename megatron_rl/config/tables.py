@@ -43,12 +43,12 @@ def batch_table(cfg: RunConfig) -> list[Row]:
     """One training step: prompts x n -> sequences -> mini-batches -> micro-batches of a rank."""
     batch, mini, samples = cfg.data.train_batch_size, cfg.mini_batch_size, cfg.samples_per_prompt
     sequences, longest = mini * samples, cfg.max_sequence_length
-    epochs = cfg.actor.ppo_epochs if cfg.is_rl else 1
+    epochs = cfg.actor.ppo_epochs if cfg.needs.rollouts else 1
     updates = batch // mini * epochs
     least, most = sequences // cfg.dp_size, -(-sequences // cfg.dp_size)
-    noun = "prompts" if cfg.is_rl else "rows"
+    noun = "prompts" if cfg.needs.rollouts else "rows"
     rows = [Row(f"{noun} of a step", batch, "data.train_batch_size")]
-    if cfg.is_rl:
+    if cfg.needs.rollouts:
         rows += [
             Row("samples of a prompt", samples, "rollout.n"),
             Row("sequences of a step", batch * samples, f"{batch} prompts * {samples}"),
@@ -61,13 +61,13 @@ def batch_table(cfg: RunConfig) -> list[Row]:
             SHORTEST_SEQUENCE,
         )
     )
-    if cfg.is_rl:
+    if cfg.needs.rollouts:
         rows += [
             Row("prompts of a mini-batch", mini, "actor.ppo_mini_batch_size, or all prompts of the step"),
             Row("sequences of a mini-batch", sequences, f"{mini} prompts * {samples}"),
             Row("mini-batches of a step", batch // mini, f"{batch} / {mini} prompts"),
         ]
-    passes = f" * {epochs} ppo_epochs" if cfg.is_rl else ""
+    passes = f" * {epochs} ppo_epochs" if cfg.needs.rollouts else ""
     rows += [
         Row("optimizer updates of a step", updates, f"{batch // mini}{passes}"),
         Row(
@@ -121,7 +121,7 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
         Row("context parallel (cp)", actor.cp, "actor.cp"),
         Row("data parallel (dp)", cfg.dp_size, "ranks / (tp * pp * cp)"),
     ]
-    if cfg.is_rl:
+    if cfg.needs.rollouts:
         engines = cfg.world_size // cfg.rollout.tp
         each = f"{cfg.rollout.tp} rank{'s' if cfg.rollout.tp > 1 else ''} each"
         rows.append(Row("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))

@@ -37,8 +37,8 @@ __all__ = ["TRAINERS", "evaluate", "export", "inspect", "run"]
 
 def run(cfg: RunConfig) -> None:
     """`megatron-rl train`. Checks the machine first; raises before any process starts where it cannot work."""
-    preflight(cfg, needs_rollout=cfg.is_rl)
-    require_weights(cfg, needs_rewards=cfg.is_rl)
+    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    require_weights(cfg, needs_rewards=cfg.needs.rewards)
     with kept_clean():
         loop.run(cfg, TRAINERS[cfg.algorithm.name])
 
@@ -52,8 +52,8 @@ def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
     """
     folder = _free_folder(f"{cfg.trainer.run_dir}-eval") if out is None else new_folder(out)
     cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
-    preflight(cfg, needs_rollout=cfg.is_rl)
-    require_weights(cfg, needs_rewards=cfg.is_rl)
+    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    require_weights(cfg, needs_rewards=cfg.needs.rewards)
     progress = Progress()
     with kept_clean():
         with progress.phase("load data, start workers"):

@@ -96,13 +96,13 @@ def inspect(cfg: RunConfig, color: bool | None = None) -> Findings:
     color: mark trained tokens in colour; by default where standard output is a terminal and NO_COLOR is not set.
     """
     findings = Findings()
-    _try(findings, lambda: preflight(cfg, needs_rollout=cfg.is_rl))
-    findings.faults += weight_faults(cfg, needs_rewards=cfg.is_rl)
+    _try(findings, lambda: preflight(cfg, needs_rollout=cfg.needs.rollouts))
+    findings.faults += weight_faults(cfg, needs_rewards=cfg.needs.rewards)
     renderer = _try(findings, lambda: Renderer.from_config(cfg.model, cfg.data))
     if renderer is None:
         return findings
     in_color = color if color is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    look = _look_at_prompts if cfg.is_rl else _look_at_samples
+    look = _look_at_prompts if cfg.needs.rollouts else _look_at_samples
     look(cfg, renderer, findings, in_color)
     return findings
 

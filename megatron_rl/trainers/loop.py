@@ -276,14 +276,14 @@ class _Run:
 
 def _shown(cfg: RunConfig, step: int, last: bool) -> bool:
     """SFT steps are many and alike: every tenth is printed. metrics.jsonl holds them all."""
-    return last or cfg.algorithm.name != "sft" or step % 10 == 0
+    return last or step % cfg.needs.prints_every == 0
 
 
 def _due_for_validation(cfg: RunConfig, trainer: Trainer, step: int, last: bool) -> bool:
     frequency = cfg.trainer.test_freq
     if frequency == 0:
         return False
-    epoch_end = cfg.algorithm.name == "sft" and step % trainer.steps_per_epoch == 0
+    epoch_end = cfg.needs.validates == "epochs" and step % trainer.steps_per_epoch == 0
     return last or (step % frequency == 0 if frequency > 0 else epoch_end)
 
 

@@ -17,7 +17,7 @@ _DISCOUNTED = ("gae", "reinforce_plus_plus", "remax")
 
 def group_size(cfg: RunConfig) -> list[Fault]:
     """What compares the samples of a prompt has at least two."""
-    if not cfg.is_rl or cfg.rollout.n >= 2:
+    if not cfg.needs.rollouts or cfg.rollout.n >= 2:
         return []
     algorithm = cfg.algorithm
     wanting = [f"adv_estimator {algorithm.adv_estimator}"] if algorithm.adv_estimator in GROUP_ESTIMATORS else []
@@ -32,7 +32,7 @@ def group_size(cfg: RunConfig) -> list[Fault]:
 def clip_range(cfg: RunConfig) -> list[Fault]:
     """A ratio is never negative."""
     actor = cfg.actor
-    if not cfg.is_rl or actor.clip_low <= 1:
+    if not cfg.needs.rollouts or actor.clip_low <= 1:
         return []
     key = "actor.clip_ratio" if actor.clip_ratio_low is None else "actor.clip_ratio_low"
     cure = "use at most 1.0, which does not clip"
@@ -42,7 +42,7 @@ def clip_range(cfg: RunConfig) -> list[Fault]:
 def overlong_buffer(cfg: RunConfig) -> list[Fault]:
     """The penalty starts within a response."""
     buffer, longest = cfg.algorithm.overlong_buffer, cfg.data.max_response_length
-    if not cfg.is_rl or not buffer.enable or buffer.len <= longest:
+    if not cfg.needs.rollouts or not buffer.enable or buffer.len <= longest:
         return []
     reason = f"is more than data.max_response_length {longest}: every response would be penalised"
     return [Fault("algorithm.overlong_buffer.len", buffer.len, reason, f"use at most {longest}")]
@@ -51,7 +51,7 @@ def overlong_buffer(cfg: RunConfig) -> list[Fault]:
 def rollout_correction(cfg: RunConfig) -> list[Fault]:
     """Thresholds leave something, and the bypass has no trainer's log-probabilities to correct with."""
     found, section = cfg.algorithm.rollout_correction, "algorithm.rollout_correction"
-    if not cfg.is_rl:
+    if not cfg.needs.rollouts:
         return []
     faults: list[Fault] = []
     if found.bypass_mode and found.measures_ratio:
@@ -75,7 +75,7 @@ def rollout_correction(cfg: RunConfig) -> list[Fault]:
 
 def unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     """Keys of an RL run that its estimator, loss and filters do not read, and why."""
-    if not cfg.is_rl:
+    if not cfg.needs.rollouts:
         return
     actor, algorithm = cfg.actor, cfg.algorithm
     loss, estimator = actor.loss_mode, algorithm.adv_estimator

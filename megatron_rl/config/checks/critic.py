@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def critic_belongs(cfg: RunConfig) -> list[Fault]:
     """algorithm.name ppo, adv_estimator gae and critic.enable come together."""
     name, estimator, enabled = cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.critic.enable
-    if name == "ppo":
+    if cfg.needs.critic:
         faults: list[Fault] = []
         if estimator != "gae":
             cure = "set algorithm.adv_estimator=gae, or algorithm.name=grpo, which runs the estimators without a critic"
@@ -31,7 +31,7 @@ def critic_belongs(cfg: RunConfig) -> list[Fault]:
         return faults
     cure = "set algorithm.name=ppo, algorithm.adv_estimator=gae and critic.enable=true, or none of the three"
     faults = []
-    if estimator == "gae" and cfg.is_rl:
+    if estimator == "gae" and cfg.needs.rollouts:
         faults.append(
             Fault("algorithm.adv_estimator", "gae", f"needs a critic, and algorithm.name {name} has none", cure)
         )
@@ -42,7 +42,7 @@ def critic_belongs(cfg: RunConfig) -> list[Fault]:
 
 def group_filters(cfg: RunConfig) -> list[Fault]:
     """What compares the samples of a prompt belongs to estimators that do."""
-    if cfg.algorithm.name != "ppo":
+    if not cfg.needs.critic:
         return []
     given = {
         "algorithm.drop_flat_groups": cfg.algorithm.drop_flat_groups,
@@ -112,7 +112,7 @@ def critic_sizes(cfg: RunConfig) -> list[Fault]:
 def critic_warmup(cfg: RunConfig) -> list[Fault]:
     """Steps of the critic alone leave some for the actor."""
     warmup, steps = cfg.trainer.critic_warmup, cfg.trainer.total_training_steps
-    if not warmup or cfg.algorithm.name != "ppo" or steps is None or warmup < steps:
+    if not warmup or not cfg.needs.critic or steps is None or warmup < steps:
         return []
     reason = f"the run has {steps} steps (trainer.total_training_steps): the actor is never updated"
     return [Fault("trainer.critic_warmup", warmup, reason, f"use less than {steps}")]

@@ -147,7 +147,7 @@ def engine_parallel(cfg: RunConfig) -> list[Fault]:
     """An engine's ranks get parts of the model as vLLM makes them."""
     shape = _shape_of(cfg)
     tp = cfg.rollout.tp
-    if shape is None or not cfg.is_rl or cfg.rollout.name != "vllm" or cfg.world_size % tp:
+    if shape is None or not cfg.needs.rollouts or cfg.rollout.name != "vllm" or cfg.world_size % tp:
         return []
     fitting = shape.engine_tp_choices()
     if tp in fitting:
@@ -203,7 +203,7 @@ def pipeline_stages(cfg: RunConfig) -> list[Fault]:
 def head_dim(cfg: RunConfig) -> list[Fault]:
     """vLLM has attention kernels for the model's heads, and reads their size."""
     shape = _shape_of(cfg)
-    if shape is None or not cfg.is_rl or cfg.rollout.name != "vllm":
+    if shape is None or not cfg.needs.rollouts or cfg.rollout.name != "vllm":
         return []
     share = shape.hidden_size // shape.num_heads
     if shape.architecture == "Qwen2ForCausalLM" and shape.head_dim != share:
@@ -233,7 +233,7 @@ def positions(cfg: RunConfig) -> list[Fault]:
 def engine_positions(cfg: RunConfig) -> list[Fault]:
     """The engine is not asked for more positions than the model knows."""
     shape, longest = _shape_of(cfg), cfg.rollout.max_model_len
-    if shape is None or longest is None or not cfg.is_rl or longest <= shape.max_position_embeddings:
+    if shape is None or longest is None or not cfg.needs.rollouts or longest <= shape.max_position_embeddings:
         return []
     reason = f"the model knows {shape.max_position_embeddings} positions (max_position_embeddings)"
     return [

@@ -126,7 +126,7 @@ def _with_parts(term: Term, parts: dict[str, Reward]) -> Term:
 
 def reward_functions(cfg: RunConfig) -> list[Fault]:
     """Every reward is a known name, or a file that defines it; modules are imported later, by rewards."""
-    if not cfg.is_rl:
+    if not cfg.needs.rewards:
         return []
     plan, faults = plan_rewards(cfg.reward)
     if plan is None:
@@ -150,7 +150,7 @@ def reward_functions(cfg: RunConfig) -> list[Fault]:
 
 def reward_numbers(cfg: RunConfig) -> list[Fault]:
     """Scores that the section itself holds are finite, and small enough to be trained on."""
-    if not cfg.is_rl:
+    if not cfg.needs.rewards:
         return []
     reward = cfg.reward
     numbers = {
@@ -187,7 +187,7 @@ def _number_fault(number: float) -> str | None:
 
 def reward_workers(cfg: RunConfig) -> list[Fault]:
     """The models that rewards name have what they need; those that none names are not set."""
-    if not cfg.is_rl:
+    if not cfg.needs.rewards:
         return []
     plan, _ = plan_rewards(cfg.reward)
     if plan is None:
@@ -198,8 +198,11 @@ def reward_workers(cfg: RunConfig) -> list[Fault]:
 def unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, why) of settings in this section that nothing in the run reads."""
     reward = cfg.reward
-    if not cfg.is_rl:
-        yield from ((f"reward.{name}", "SFT has no rewards") for name in ("function", "kwargs", "parts", "by_source"))
+    if not cfg.needs.rewards:
+        yield from (
+            (f"reward.{name}", f"algorithm.name {cfg.algorithm.name} has no rewards")
+            for name in ("function", "kwargs", "parts", "by_source")
+        )
         return
     plan, _ = plan_rewards(reward)
     if plan is None:

@@ -94,7 +94,7 @@ def _ranks(cfg: RunConfig) -> str:
 def engine_layout(cfg: RunConfig) -> list[Fault]:
     """Engines of tp ranks each, on all ranks of the actor; only vLLM's span several."""
     tp, name = cfg.rollout.tp, cfg.rollout.name
-    if not cfg.is_rl or tp == 1:
+    if not cfg.needs.rollouts or tp == 1:
         return []
     cure = "set rollout.tp=1: each rank then has an engine of its own"
     if name != "vllm":
@@ -217,7 +217,7 @@ def ranks_have_work(cfg: RunConfig) -> list[Fault]:
     sequences = cfg.mini_batch_size * cfg.samples_per_prompt
     if cfg.world_size % cfg.model_parallel_size or sequences >= cfg.dp_size:
         return []
-    own = cfg.is_rl and cfg.actor.ppo_mini_batch_size is not None
+    own = cfg.needs.rollouts and cfg.actor.ppo_mini_batch_size is not None
     key = "actor.ppo_mini_batch_size" if own else "data.train_batch_size"
     reason = f"an optimizer step has {sequences} sequences for {cfg.dp_size} data-parallel ranks: some have none"
     per_prompt = cfg.samples_per_prompt
@@ -248,7 +248,7 @@ def token_budget(cfg: RunConfig) -> list[Fault]:
 def engine_length(cfg: RunConfig) -> list[Fault]:
     """The engine cuts no response short."""
     longest = cfg.rollout.max_model_len
-    if not cfg.is_rl or longest is None or longest >= cfg.max_sequence_length:
+    if not cfg.needs.rollouts or longest is None or longest >= cfg.max_sequence_length:
         return []
     reason = f"the engine would cut responses: the longest sequence is {_longest(cfg)}"
     cure = f"leave it out, raise it to at least {cfg.max_sequence_length}, or lower the lengths"
@@ -275,14 +275,14 @@ def _resampled(key: str, value: object, neutral: object) -> Fault:
 
 def top_p(cfg: RunConfig) -> list[Fault]:
     """Training samples from the whole distribution."""
-    bad = cfg.is_rl and cfg.rollout.top_p < 1
+    bad = cfg.needs.rollouts and cfg.rollout.top_p < 1
     return [_resampled("rollout.top_p", cfg.rollout.top_p, 1.0)] if bad else []
 
 
 def validation_samples(cfg: RunConfig) -> list[Fault]:
     """Several validation samples of a prompt can differ."""
     val = cfg.rollout.val
-    if not cfg.is_rl or not cfg.data.val_files or val.n == 1 or val.temperature > 0:
+    if not cfg.needs.rollouts or not cfg.data.val_files or val.n == 1 or val.temperature > 0:
         return []
     reason = f"{val.n} samples of each prompt would all be the same: rollout.val.temperature 0 is greedy"
     cure = "set rollout.val.temperature=1.0 (or another above 0), or rollout.val.n=1"
@@ -291,14 +291,14 @@ def validation_samples(cfg: RunConfig) -> list[Fault]:
 
 def top_k(cfg: RunConfig) -> list[Fault]:
     """Training samples from the whole distribution."""
-    bad = cfg.is_rl and cfg.rollout.top_k != -1
+    bad = cfg.needs.rollouts and cfg.rollout.top_k != -1
     return [_resampled("rollout.top_k", cfg.rollout.top_k, -1)] if bad else []
 
 
 def target_loss(cfg: RunConfig) -> list[Fault]:
-    """Only SFT stops at a loss."""
+    """Only some algorithms stop at a loss."""
     target = cfg.trainer.target_loss
-    if target is None or not cfg.is_rl:
+    if target is None or cfg.needs.stops_at_loss:
         return []
     reason = f"only algorithm.name sft stops at a loss, and this run is {cfg.algorithm.name}"
     return [Fault("trainer.target_loss", target, reason, "leave it out, or set algorithm.name=sft")]
@@ -317,8 +317,8 @@ def reference(cfg: RunConfig) -> list[Fault]:
     if cfg.ref.path is None or cfg.needs_reference:
         return []
     reason = "nothing in this run reads the reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off"
-    if not cfg.is_rl:
-        reason = "SFT has no reference model"
+    if not cfg.needs.rollouts:
+        reason = f"algorithm.name {cfg.algorithm.name} has no reference model"
     return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or turn one of the two on in a GRPO run")]
 
 
@@ -337,7 +337,7 @@ def warmup_ends(cfg: RunConfig) -> list[Fault]:
     steps, warmup = cfg.trainer.total_training_steps, cfg.actor.optim.lr_warmup_steps
     if steps is None or cfg.data.train_batch_size % cfg.mini_batch_size:
         return []
-    epochs = cfg.actor.ppo_epochs if cfg.is_rl else 1
+    epochs = cfg.actor.ppo_epochs if cfg.needs.rollouts else 1
     updates = steps * (cfg.data.train_batch_size // cfg.mini_batch_size) * epochs
     if warmup <= updates:
         return []

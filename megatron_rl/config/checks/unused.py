@@ -13,7 +13,7 @@ from megatron_rl.config.load import run_schema, to_dict, value_of
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.text.reader import NoEffect
 
-_RL_ONLY = (
+_OF_ROLLOUTS = (
     "actor.ppo_mini_batch_size",
     "actor.ppo_epochs",
     "actor.clip_ratio",
@@ -46,7 +46,7 @@ _RL_ONLY = (
 )
 
 _KL_IN_REWARD = ("kl_penalty", "kl_ctrl.type", "kl_ctrl.kl_coef", "kl_ctrl.target_kl", "kl_ctrl.horizon")
-_PPO_ONLY = (
+_OF_CRITIC = (
     "algorithm.lam",
     "algorithm.lam_critic",
     "algorithm.lam_length_alpha",
@@ -66,15 +66,15 @@ def idle_settings(cfg: RunConfig) -> list[NoEffect]:
 
 
 def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    if not cfg.is_rl:
-        yield from ((key, "SFT does not read it") for key in _RL_ONLY)
+    if not cfg.needs.rollouts:
+        yield from ((key, f"algorithm.name {cfg.algorithm.name} does not read it") for key in _OF_ROLLOUTS)
     if not cfg.actor.use_kl_loss:
         yield from ((f"actor.{key}", "actor.use_kl_loss is off") for key in ("kl_loss_coef", "kl_loss_type"))
     if not cfg.algorithm.use_kl_in_reward:
         yield from ((f"algorithm.{key}", "algorithm.use_kl_in_reward is off") for key in _KL_IN_REWARD)
     yield from ((f"critic.{key}", why) for key, why in _unread_of_critic(cfg))
-    if cfg.algorithm.name != "ppo":
-        yield from ((key, "only PPO reads it") for key in _PPO_ONLY)
+    if not cfg.needs.critic:
+        yield from ((key, "only an algorithm with a critic reads it") for key in _OF_CRITIC)
     if cfg.actor.clip_ratio_low is not None and cfg.actor.clip_ratio_high is not None:
         yield "actor.clip_ratio", "clip_ratio_low and clip_ratio_high decide"
     if cfg.actor.optim.lr_scheduler == "constant":

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megatron_rl.config.algorithms import AlgorithmName
 from megatron_rl.config.names import ADV_ESTIMATORS, VALUE_ESTIMATORS
 from megatron_rl.config.sections.actor import KlType
 from megatron_rl.config.sections.base import OneOf, section
@@ -83,7 +84,7 @@ class RolloutCorrectionConfig:
 
 @section
 class AlgorithmConfig:
-    name: Literal["grpo", "ppo", "sft"] = "grpo"
+    name: AlgorithmName = "grpo"
     """The trainer that runs: one file of megatron_rl.trainers each."""
     adv_estimator: Annotated[str, OneOf((*ADV_ESTIMATORS, *VALUE_ESTIMATORS))] = "grpo"
     """Advantage estimator: a name of megatron_rl.algos.ADVANTAGES."""

@@ -137,7 +137,7 @@ def table_of(model: str) -> ModelTable:
 
 def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
     """(model, values of KEYS) that a run config stands for. Raises ConfigError for a run without an engine."""
-    if not config.is_rl:
+    if not config.needs.rollouts:
         cure = "give a run that generates, or --model with train. and rollout. keys"
         raise ConfigError([Fault("algorithm.name", config.algorithm.name, "has no engine to bring weights to", cure)])
     actor = config.actor

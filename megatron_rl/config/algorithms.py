@@ -1,0 +1,36 @@
+"""What each algorithm needs of a run: every branch that depends on the algorithm reads this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AlgorithmName = Literal["grpo", "ppo", "sft"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run of one algorithm needs, and how it counts its steps."""
+
+    rollouts: bool = False
+    """Engines that sample responses to prompts, and a policy loss over them."""
+    rewards: bool = False
+    """Reward functions or reward models that score the responses."""
+    critic: bool = False
+    """A value model (section `critic`)."""
+    preferences: bool = False
+    """Data rows that hold a better and a worse response."""
+    validates: Literal["steps", "epochs"] = "steps"
+    """When a negative trainer.test_freq validates: only after the last step, or at the end of every epoch too."""
+    stops_at_loss: bool = False
+    """trainer.target_loss ends the run."""
+    prints_every: int = 1
+    """Steps from one printed line to the next; metrics.jsonl has all of them."""
+
+
+ALGORITHMS: dict[AlgorithmName, Needs] = {
+    "grpo": Needs(rollouts=True, rewards=True),
+    "ppo": Needs(rollouts=True, rewards=True, critic=True),
+    "sft": Needs(validates="epochs", stops_at_loss=True, prints_every=10),
+}
+"""algorithm.name -> what it needs; megatron_rl.trainers.TRAINERS has the same names."""
