@@ -1,5 +1,5 @@
 """Starts pyright on the whole project when the session starts: it takes a minute of one core, which other
-tests leave idle.
+tests leave idle. Prints the figures of the house rules that count.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST = "test_pyright_is_clean"
+_FIGURES = pytest.StashKey[list[str]]()
 _RUN = pytest.StashKey[tuple[subprocess.Popen[bytes], IO[bytes]]]()
 
 
@@ -46,3 +47,16 @@ def pyright_result(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
     status = process.wait(timeout=600)
     output.seek(0)
     yield status, output.read().decode(errors="replace")
+
+
+@pytest.fixture
+def house_figure(request: pytest.FixtureRequest) -> Callable[[str, float, float], None]:
+    """Takes what a rule counted, its figure and the most that it may be; printed when the session ends."""
+    lines = request.config.stash.setdefault(_FIGURES, [])
+    return lambda what, figure, most: lines.append(f"{what}: {figure:.3g} (at most {most:g})")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The figures, where their tests ran."""
+    for line in config.stash.get(_FIGURES, []):
+        terminalreporter.write_line(f"house: {line}")
