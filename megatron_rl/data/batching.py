@@ -184,6 +184,34 @@ def _common_count(
     return tuple(plans)
 
 
+def assign_ranks(seq_lens: Sequence[int], minis_by_role: Sequence[Sequence[int]], dp: int) -> list[int]:
+    """[S] the data-parallel rank of each sequence, the same for every role (actor, critic).
+
+    minis_by_role: for each role, [S] number of each sequence's mini-batch. Sequences that share a mini-batch in every
+    role are balanced over the ranks by themselves, so each role's mini-batches are balanced too. A rank that has less
+    of the mini-batches under way gets the heavier share. One role, or roles with equal mini-batches: each mini-batch
+    is balanced alone.
+
+    Example: mini-batches of 2 and of 4 sequences on 2 ranks are balanced two by two.
+    """
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for s, key in enumerate(zip(*minis_by_role, strict=True)):
+        cells.setdefault(key, []).append(s)
+    rank_of = [0] * len(seq_lens)
+    loads: list[dict[int, list[float]]] = [{} for _ in minis_by_role]
+    for key, members in cells.items():
+        costs = [sequence_cost(seq_lens[s]) for s in members]
+        so_far = [of_role.setdefault(mini, [0.0] * dp) for of_role, mini in zip(loads, key, strict=True)]
+        # Shares come heavy first; with nothing so far, rank d gets share d.
+        ranks = sorted(range(dp), key=lambda d: sum(load[d] for load in so_far))
+        for d, share in zip(ranks, balanced(costs, dp), strict=True):
+            for i in share:
+                rank_of[members[i]] = d
+            for load in so_far:
+                load[d] += sum(costs[i] for i in share)
+    return rank_of
+
+
 def plan_batches(
     seq_lens: Sequence[int],
     mini_of: Sequence[int],
@@ -193,24 +221,23 @@ def plan_batches(
     max_seqs: int | None = None,
     multiple: int = 1,
     packed: bool = True,
+    rank_of: Sequence[int] | None = None,
 ) -> BatchPlan:
     """Split sequences over mini-batches (given), data-parallel ranks and micro-batches (balanced here).
 
     mini_of: [S] number of each sequence's mini-batch, from 0. multiple: the number of micro-batches of a rank is a
     multiple of this (an interleaved pipeline wants one of its stages). Raises DataError where a sequence is longer than
     max_tokens. Every sequence is in the plan exactly once. packed: False counts every sequence of a micro-batch as
-    long as its longest.
+    long as its longest. rank_of: [S] from assign_ranks, for a batch that several roles share; balanced over these
+    mini-batches alone if not given.
     """
     longest = max(seq_lens, default=0)
     if longest > max_tokens:
         raise DataError(f"a sequence of {longest} tokens passes actor.max_tokens_per_gpu {max_tokens}; raise that")
     caps = _Caps(max_tokens, max_seqs or len(seq_lens) or 1, packed)
-    members: list[list[int]] = [[] for _ in range(max(mini_of, default=-1) + 1)]
-    for s, mini in enumerate(mini_of):
-        members[mini].append(s)
-    minis = []
-    for of_mini in members:
-        parts = balanced([sequence_cost(seq_lens[s]) for s in of_mini], dp)
-        ranks = [[of_mini[i] for i in part] for part in parts]
-        minis.append(_common_count(ranks, seq_lens, multiple, caps))
-    return BatchPlan(tuple(minis))
+    if rank_of is None:
+        rank_of = assign_ranks(seq_lens, [mini_of], dp)
+    members: list[list[list[int]]] = [[[] for _ in range(dp)] for _ in range(max(mini_of, default=-1) + 1)]
+    for s, (mini, rank) in enumerate(zip(mini_of, rank_of, strict=True)):
+        members[mini][rank].append(s)
+    return BatchPlan(tuple(_common_count(ranks, seq_lens, multiple, caps) for ranks in members))
