@@ -13,6 +13,9 @@ from ray.exceptions import RayError, RayTaskError
 
 POLL_S = 0.5
 """Longest sleep between looks at whether the wait is called off."""
+GATHER_S = 0.02
+"""After a first answer, how long others may arrive before the wait looks at them together. Short, so that errors keep
+their order: the first is usually the cause of those that follow."""
 GRACE_S = 5.0
 """After a first failure, how long the other ranks may still answer: a rank's death often arrives after the
 errors that it causes on others, and ranks that wait for it in a collective never answer."""
@@ -24,7 +27,7 @@ class Outcome:
 
     answers: dict[int, Any] = field(default_factory=dict)
     errors: list[tuple[int, RayTaskError]] = field(default_factory=list)
-    """(rank, error) in the order of arrival."""
+    """(rank, error) in the order of arrival; of those that are looked at together, the first and then by rank."""
     dead: dict[int, str] = field(default_factory=dict)
     """rank -> Ray's account of its end."""
     late: list[int] = field(default_factory=list)
@@ -32,21 +35,35 @@ class Outcome:
 
 
 def wait_for_ranks(refs: Mapping[ray.ObjectRef, int], timeout_s: float, called_off: Callable[[], bool]) -> Outcome:
-    """Wait until every rank answered, timeout_s passed, GRACE_S passed after a failure, or the wait is called off."""
+    """Wait until every rank answered, timeout_s passed, GRACE_S passed after a failure, or the wait is called off.
+
+    Each question to Ray goes over all pending ranks, so there are few: after a first answer, the others have a short
+    while to arrive as well, twice as long after each look (up to POLL_S).
+    """
     outcome = Outcome()
     pending = dict(refs)
     end = time.monotonic() + timeout_s
+    gather_s = GATHER_S
     while pending and not called_off():
         left_s = end - time.monotonic()
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, min(left_s, POLL_S)))
+        done = {ref: pending.pop(ref) for ref in _ready(pending, 1, min(left_s, POLL_S))}
         if not done and left_s <= 0:
             break
-        for ref in done:
-            _take(ref, pending.pop(ref), outcome)
+        if done and pending:
+            others = _ready(pending, len(pending), min(end - time.monotonic(), gather_s))
+            done |= {ref: pending.pop(ref) for ref in others}
+            gather_s = min(2 * gather_s, POLL_S)
+        _take(done, outcome)
         if done and (outcome.errors or outcome.dead):
             end = min(end, time.monotonic() + GRACE_S)
     outcome.late = sorted(pending.values())
     return outcome
+
+
+def _ready(pending: Mapping[ray.ObjectRef, int], count: int, timeout_s: float) -> list[ray.ObjectRef]:
+    """At most `count` of the calls that have ended, once there are so many or the time is over."""
+    done, _ = ray.wait(list(pending), num_returns=count, timeout=max(0.0, timeout_s))
+    return done
 
 
 def unwrapped(error: RayTaskError, note: str) -> BaseException:
@@ -58,12 +75,20 @@ def unwrapped(error: RayTaskError, note: str) -> BaseException:
     return cause
 
 
-def _take(ref: ray.ObjectRef, rank: int, outcome: Outcome) -> None:
+def _take(done: Mapping[ray.ObjectRef, int], outcome: Outcome) -> None:
+    """Add what came of calls that have ended."""
     try:
-        outcome.answers[rank] = ray.get(ref)
-    except RayTaskError as error:
-        outcome.errors.append((rank, error))
-    except RayError as error:
-        # Ray's text: a headline, an indented table of ids, then the reason.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
-        outcome.dead[rank] = " ".join(lines)
+        # One question for all of them; it fails as a whole if any call did.
+        outcome.answers.update(zip(done.values(), ray.get(list(done)), strict=True))
+        return
+    except RayError:
+        pass
+    for ref, rank in done.items():
+        try:
+            outcome.answers[rank] = ray.get(ref)
+        except RayTaskError as error:
+            outcome.errors.append((rank, error))
+        except RayError as error:
+            # Ray's text: a headline, an indented table of ids, then the reason.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
+            outcome.dead[rank] = " ".join(lines)

@@ -200,6 +200,32 @@ def test_calls_of_several_threads_run_one_after_the_other(group):
     assert time.perf_counter() - start > 0.4
 
 
+def test_waiting_for_many_ranks_asks_ray_a_few_times_and_keeps_every_answer_and_error(ray_port, monkeypatch):
+    asked: list[int] = []
+    ready = ray_wait._ready
+
+    def counted(pending, count, timeout_s):
+        asked.append(count)
+        return ready(pending, count, timeout_s)
+
+    monkeypatch.setattr(ray_wait, "_ready", counted)
+    refs = {ray.put(f"answer {rank}"): rank for rank in range(500)}
+    outcome = ray_wait.wait_for_ranks(refs, 60.0, lambda: False)
+    assert outcome == ray_wait.Outcome({rank: f"answer {rank}" for rank in range(500)})
+    assert len(asked) <= 10, "a question a rank is quadratic"
+
+    @ray.remote(num_cpus=0)
+    def fail(after_s: float) -> None:
+        time.sleep(after_s)
+        raise DataError("no prompt")
+
+    refs = {fail.remote(3.0): 500, **refs, fail.remote(0.0): 501}
+    outcome = ray_wait.wait_for_ranks(refs, 60.0, lambda: False)
+    assert outcome.answers == {rank: f"answer {rank}" for rank in range(500)} and outcome.dead == {}
+    assert [rank for rank, _ in outcome.errors] == [501], "the second is given up a while after the first"
+    assert outcome.late == [500]
+
+
 def test_a_late_rank_is_named_with_where_it_is_and_the_group_is_done():
     """R7"""
     with short_lived(step_timeout_s=3.0) as group:
