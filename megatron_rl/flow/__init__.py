@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.flow.graph import Flow, Node, constant
+from megatron_rl.flow.graph import Flow
+from megatron_rl.flow.node import Node, absent, constant, node
 
-__all__ = ["Flow", "Node", "constant"]
+__all__ = ["Flow", "Node", "absent", "constant", "node"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import types
 from typing import Any, Union, get_args, get_origin
 
+from megatron_rl.flow.node import StatedType
 
-def fits(made: Any, taken: Any) -> bool:
+
+def fits(made: StatedType, taken: StatedType) -> bool:
     """Whether a value of stated type `made` may go where `taken` is stated.
 
     object and Any go with everything. Classes go by issubclass (and int where float is taken), unions member
@@ -27,7 +29,7 @@ def fits(made: Any, taken: Any) -> bool:
     return _args_fit(made_class, get_args(made), get_args(taken))
 
 
-def kind_text(kind: Any) -> str:
+def kind_text(kind: StatedType) -> str:
     """A stated type as a person writes it: Prompt, list[Prompt], int | None."""
     if isinstance(kind, type) and not get_args(kind):
         return kind.__name__
@@ -41,11 +43,11 @@ def kind_text(kind: Any) -> str:
     return str(kind).removeprefix("typing.")
 
 
-def _is_union(kind: Any) -> bool:
+def _is_union(kind: StatedType) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
-def _class_of(kind: Any) -> type | None:
+def _class_of(kind: StatedType) -> type | None:
     if kind is None:
         return type(None)
     origin = get_origin(kind)
@@ -54,7 +56,7 @@ def _class_of(kind: Any) -> type | None:
     return kind if isinstance(kind, type) else None
 
 
-def _args_fit(made_class: type, made: tuple[Any, ...], taken: tuple[Any, ...]) -> bool:
+def _args_fit(made_class: type, made: tuple[StatedType, ...], taken: tuple[StatedType, ...]) -> bool:
     if not made or not taken:
         return True
     if made_class is tuple and (len(taken) == 1 or taken[-1] is Ellipsis):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from megatron_rl.flow.graph import Node
+from megatron_rl.flow.node import Node
+
+Timings: TypeAlias = dict[str, tuple[float, float]]
+"""node -> (start, end), by time.perf_counter."""
 
 
-def run_nodes(
-    nodes: Sequence[Node], sources: Mapping[str, Any], timings: dict[str, tuple[float, float]]
-) -> dict[str, Any]:
+def run_nodes(nodes: Sequence[Node], sources: Mapping[str, object], timings: Timings) -> dict[str, object]:
     """Run checked nodes from the source values; returns every value by name.
 
     timings is filled with node -> (start, end) of time.perf_counter as nodes end. A node that is alone in
@@ -22,13 +22,13 @@ def run_nodes(
     notes name the nodes that failed.
     """
     values = dict(sources)
-    left = list(nodes)
-    running: dict[Future[dict[str, Any]], Node] = {}
-    pool = ThreadPoolExecutor(max_workers=max(1, len(left)), thread_name_prefix="flow")
+    rest = list(nodes)
+    running: dict[Future[dict[str, object]], Node] = {}
+    pool = ThreadPoolExecutor(max_workers=max(1, len(rest)), thread_name_prefix="flow")
     try:
-        while left or running:
-            ready = [node for node in left if values.keys() >= node.inputs.keys()]
-            left = [node for node in left if node not in ready]
+        while rest or running:
+            ready = [node for node in rest if values.keys() >= node.inputs.keys()]
+            rest = [node for node in rest if node not in ready]
             if len(ready) == 1 and not running:
                 values.update(_timed_call(ready[0], _inputs(ready[0], values), timings))
                 continue
@@ -46,7 +46,7 @@ def run_nodes(
     return values
 
 
-def _raise_first(failed: list[Future[dict[str, Any]]], running: Mapping[Future[dict[str, Any]], Node]) -> None:
+def _raise_first(failed: list[Future[dict[str, object]]], running: Mapping[Future[dict[str, object]], Node]) -> None:
     """Wait for every call that runs, then raise the first error, with a note for each further one."""
     wait(running)
     error = failed[0].exception()
@@ -58,11 +58,11 @@ def _raise_first(failed: list[Future[dict[str, Any]]], running: Mapping[Future[d
     raise error
 
 
-def _inputs(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(node: Node, values: Mapping[str, object]) -> dict[str, object]:
     return {name: values[name] for name in node.inputs}
 
 
-def _timed_call(node: Node, inputs: Mapping[str, Any], timings: dict[str, tuple[float, float]]) -> dict[str, Any]:
+def _timed_call(node: Node, inputs: Mapping[str, object], timings: Timings) -> dict[str, object]:
     start = time.perf_counter()
     try:
         return node.call(inputs)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections.abc
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from megatron_rl.errors import DataError, FlowError
-from megatron_rl.flow import Flow, Node, constant
+from megatron_rl.flow import Flow, Node, absent, constant, node
 from megatron_rl.flow.kinds import fits, kind_text
 
 
@@ -225,7 +226,7 @@ def test_replace_takes_a_function_a_node_or_a_constant():
 def test_a_faulty_edit_changes_nothing():
     flow = grpo_like()
     before = flow.describe()
-    with pytest.raises(FlowError, match=r"node 'generate': fn\(rows\) cannot take inputs \['prompts'\]"):
+    with pytest.raises(FlowError, match=r"node 'generate', value 'rows': no node makes it"):
         flow.replace("generate", lambda rows: rows)
     assert flow.describe() == before
 
@@ -279,8 +280,85 @@ def test_describe_lists_the_nodes_in_the_order_in_which_they_can_run():
     assert "scores, logprobs -> adv: float, kl: int" in lines[5] and lines[2].endswith("rollout")
 
 
-def test_mermaid_draws_nodes_in_their_groups_and_values_on_arrows():
-    text = grpo_like().mermaid()
-    assert text.startswith("flowchart TD")
-    assert 'subgraph g0["rollout"]' in text and 's0(["prompts"])' in text
-    assert 'n0 -->|"samples"| n1' in text and "s0 --> n0" in text
+@dataclass(frozen=True)
+class Scored:
+    scores: list[float]
+    num_failed: int
+
+
+def score(factor: int, samples: list[int], bonus: float | None = None) -> Scored:
+    return Scored([float(factor * one) + (bonus or 0.0) for one in samples], 0)
+
+
+def mean(scores: list[float]) -> float:
+    return sum(scores) / len(scores)
+
+
+def show(mean: float, num_failed: int) -> dict[str, float]:
+    return {"mean": mean, "failed": float(num_failed)}
+
+
+def annotated() -> Flow:
+    return Flow([node(score, 2, group="reward"), absent("bonus"), node(mean)], {"samples": list[int]})
+
+
+def test_a_node_reads_names_and_types_from_annotations_and_a_dataclass_is_several_outputs():
+    made = node(score, 2, group="reward")
+    assert (made.name, made.inputs, made.group) == ("score", {"samples": list[int], "bonus": float | None}, "reward")
+    assert made.outputs == {"scores": list[float], "num_failed": int} and made.optional == {"bonus"}
+    assert node(mean).outputs == {"mean": float} and node(mean, gives="average").outputs == {"average": float}
+    assert annotated().run(samples=[1, 2]) == {"scores": [2.0, 4.0], "num_failed": 0, "mean": 3.0}
+
+
+def test_a_value_with_a_default_is_absent_only_where_the_flow_says_so():
+    """A mistyped optional input would else be left at its default without a word."""
+    with pytest.raises(FlowError, match=r"node 'score', value 'bonus': no node makes it"):
+        Flow([node(score, 2), node(mean)], {"samples": list[int]})
+    with pytest.raises(
+        FlowError, match=r"value 'samples': it is absent from this flow -- give the parameter a default"
+    ):
+        Flow([node(score, 2), absent("bonus"), absent("samples")], {})
+    with pytest.raises(FlowError, match=r"node 'mean', value 'mean': it is also said to be absent"):
+        Flow([node(score, 2), absent("bonus"), absent("mean"), node(mean)], {"samples": list[int]})
+
+
+def test_what_reads_values_after_the_run_is_checked_before_it():
+    flow = annotated()
+    flow.watch([node(show)])
+    assert flow.read(flow.run(samples=[1, 2])) == [{"mean": 3.0, "failed": 0.0}]
+
+    def typo(means: float) -> dict[str, float]:
+        return {"mean": means}
+
+    def mistaken(mean: list[int]) -> dict[str, float]:
+        return {}
+
+    with pytest.raises(FlowError, match=r"node 'typo', value 'means': .*did you mean 'mean'\?"):
+        flow.watch([node(typo)])
+    with pytest.raises(
+        FlowError, match=r"node 'mistaken', value 'mean': it takes list\[int\], but node 'mean' makes float"
+    ):
+        flow.watch([node(mistaken)])
+    with pytest.raises(FlowError, match=r"node 'show', value 'num_failed': no node makes it"):
+        flow.replace("score", Node("plain", lambda samples: samples, {"samples": list[int]}, {"scores": list[float]}))
+
+
+def test_a_step_runs_in_parts_and_nothing_runs_twice():
+    """What is given is not made again; `before` leaves out a node and what needs it; a value stands for its node."""
+    whole = grpo_like().run(prompts=[1, 2])
+    flow = grpo_like()
+    sampled = flow.run(until=["samples"], prompts=[1, 2])
+    assert sampled == {"samples": [2, 4]} and set(flow.last_timings) == {"generate"}
+    learned = flow.run(given=sampled, before="loss")
+    assert set(flow.last_timings) == {"reward", "logprobs", "advantages"}
+    assert sampled | learned | flow.run(until="loss", given=sampled | learned) == whole
+    assert set(flow.last_timings) == {"update"}
+    with pytest.raises(FlowError, match=r"given \['adv'\] of node 'advantages', which makes \['adv', 'kl'\]"):
+        flow.run(given={"adv": 1.0}, prompts=[1])
+
+
+def test_what_has_no_name_is_refused():
+    with pytest.raises(FlowError, match=r"\['values'\] cannot be passed by name"):
+        node(lambda *values: 0, name="sum")
+    with pytest.raises(FlowError, match="give the node one"):
+        node(print.__class__)
