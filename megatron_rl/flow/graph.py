@@ -57,8 +57,7 @@ class Flow:
         stands for the node that makes it. before: leave out this node (or value) and all that needs it. given: values
         that are there already, of sources or of nodes; such nodes do not run again.
 
-        An error in a node stops what has not started, waits for what runs, and is raised with the node's name as a
-        note.
+        An error in a node stops what has not started and waits for what runs; a note of it has the node's name.
         """
         ready = {**(given or {}), **source_values}
         self._check_given(ready)
