@@ -196,7 +196,7 @@ def mcore_resharding(case: Case, policy: Any, twin: torch.nn.Module) -> Callable
     from megatron.core.resharding.execution import execute_reshard_plan
     from megatron.core.resharding.planner import build_centralized_reshard_plan
 
-    source = _with_groups(policy.models[0], case.world, case.layout.get("tp", 1), case.layout.get("pp", 1))
+    source = _with_groups(policy.bare_chunks[0], case.world, case.layout.get("tp", 1), case.layout.get("pp", 1))
     target = _with_groups(twin, case.world, case.engine_tp, 1)
     plan = build_centralized_reshard_plan(source, target)
     addresses = {param.untyped_storage().data_ptr() for side in (source, target) for param in side.parameters()}
@@ -337,7 +337,7 @@ def measure(rank: int, case: Case, options: Options, device: torch.device) -> di
 
     actor, shape = ActorConfig(**case.layout), options.shape
     groups.init_model_parallel(topology_of(actor, case.world))
-    policy = build.build_policy(shape, actor, "bfloat16", device)
+    policy = build.build_model(shape, actor, "bfloat16", device)
     source = RandomSource(1, 0.02)
     convert.load_hf(policy, source)
     shards = _engine_shards(case, shape)

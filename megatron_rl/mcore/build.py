@@ -26,12 +26,13 @@ from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.models.rules import padded_vocab
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.groups import tp_group
+from megatron_rl.parallel.topology import is_last_chunk
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class PolicyModel(GPTModel):
-    """GPTModel that ends at the hidden states: the head's logits are never built whole (mcore/logprobs.py)."""
+class ModelChunk(GPTModel):
+    """A GPTModel that ends at the hidden states: the head's logits are never built whole (mcore/logprobs.py)."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states
@@ -58,7 +59,7 @@ class ValueHead(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Policy:
+class Model:
     """A model on this rank, ready to run forward. chunks are what the pipeline schedule takes.
 
     lm_head, value_head: what follows the hidden states. An actor has the first, a critic the second, a model that is
@@ -77,20 +78,20 @@ class Policy:
         return self.parallel.stages(self.shape.num_layers)[stage][chunk]
 
     @property
-    def models(self) -> list[PolicyModel]:
+    def bare_chunks(self) -> list[ModelChunk]:
         """The chunks without their data-parallel wrapper."""
-        return [cast(PolicyModel, c.module if isinstance(c, DistributedDataParallel) else c) for c in self.chunks]
+        return [cast(ModelChunk, c.module if isinstance(c, DistributedDataParallel) else c) for c in self.chunks]
 
     @property
-    def last_model(self) -> PolicyModel | None:
+    def last_chunk(self) -> ModelChunk | None:
         """The chunk that ends in the hidden states, on ranks of the last pipeline stage."""
-        return next((model for model in self.models if model.post_process), None)
+        return next((chunk for chunk in self.bare_chunks if chunk.post_process), None)
 
     def head_weight(self) -> torch.Tensor:
         """[v / tp, h]: the output matrix on a rank of the last stage, complete."""
-        model, chunk = self.last_model, self.chunks[-1]
-        assert model is not None and self.lm_head, "only the last pipeline stage has a head"
-        weight = model.head_weight()
+        last, chunk = self.last_chunk, self.chunks[-1]
+        assert last is not None and self.lm_head, "only the last pipeline stage has a head"
+        weight = last.head_weight()
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             # Megatron waits for a parameter where its module runs, and the head's never does: see linear_logprobs.
             chunk.param_to_bucket_group[weight].finish_param_sync()
@@ -122,9 +123,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Trainable:
-    """A policy with its optimizer and learning-rate schedule."""
+    """A model with its optimizer and learning-rate schedule."""
 
-    policy: Policy
+    model: Model
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
@@ -226,7 +227,7 @@ def _layer_spec(shape: ModelShape, num_layers: int) -> TransformerBlockSubmodule
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=cast(Any, RMSNorm))
 
 
-def build_policy(
+def build_model(
     shape: ModelShape,
     parallel: ParallelConfig,
     dtype: str,
@@ -234,42 +235,42 @@ def build_policy(
     *,
     lm_head: bool = True,
     value_head: bool = False,
-) -> Policy:
+) -> Model:
     """An uninitialised model on this rank (fill it with convert.load_hf). Needs megatron's groups."""
     config = transformer_config(shape, parallel, dtype)
     # Dropout is off and weights come from elsewhere: the seed only makes megatron's tracker exist.
     model_parallel_cuda_manual_seed(0)
-    policy = Policy(shape, config, parallel, [], lm_head, value_head)
+    model = Model(shape, config, parallel, [], lm_head, value_head)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    for chunk in range(parallel.vpp):
-        virtual = chunk if parallel.vpp > 1 else None
+    for number in range(parallel.vpp):
+        virtual = number if parallel.vpp > 1 else None
         with torch.device(device):
-            model = PolicyModel(
+            chunk = ModelChunk(
                 config=config,
-                transformer_layer_spec=_layer_spec(shape, len(policy.layers(stage, chunk))),  # type: ignore[arg-type]
+                transformer_layer_spec=_layer_spec(shape, len(model.layers(stage, number))),  # type: ignore[arg-type]
                 vocab_size=padded_vocab(shape, parallel.tp),
                 max_sequence_length=shape.max_position_embeddings,
-                pre_process=stage == 0 and chunk == 0,
-                post_process=stage == parallel.pp - 1 and chunk == parallel.vpp - 1,
+                pre_process=stage == 0 and number == 0,
+                post_process=is_last_chunk(stage, number, pp=parallel.pp, vpp=parallel.vpp),
                 share_embeddings_and_output_weights=shape.tie_word_embeddings and lm_head,
                 # PackedAttention applies RoPE itself.
                 position_embedding_type="none",
                 vp_stage=virtual,
             )
-            if model.post_process and not lm_head:
-                del model.output_layer
-            if model.post_process and value_head:
-                model.value_head = ValueHead(shape.hidden_size)
-        policy.chunks.append(model.to(device=device, dtype=DTYPES[dtype]))
-    return policy
+            if chunk.post_process and not lm_head:
+                del chunk.output_layer
+            if chunk.post_process and value_head:
+                chunk.value_head = ValueHead(shape.hidden_size)
+        model.chunks.append(chunk.to(device=device, dtype=DTYPES[dtype]))
+    return model
 
 
-def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trainable:
-    """Wrap a filled policy for training. Its weights must be loaded: the optimizer copies them as its masters.
+def make_trainable(model: Model, actor: ActorConfig, total_steps: int) -> Trainable:
+    """Wrap a filled model for training. Its weights must be loaded: the optimizer copies them as its masters.
 
     total_steps: optimizer steps of the run, for the decay of the learning rate.
     """
-    half = policy.config.params_dtype == torch.bfloat16
+    half = model.config.params_dtype == torch.bfloat16
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=actor.use_distributed_optimizer,
@@ -279,8 +280,8 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
     )
     # Chunks after the first are one bucket each: their communication hides behind the other chunks' work.
     chunks: list[torch.nn.Module] = [
-        DistributedDataParallel(policy.config, ddp_config, chunk, disable_bucketing=number > 0)
-        for number, chunk in enumerate(policy.chunks)
+        DistributedDataParallel(model.config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(model.chunks)
     ]
     optim = actor.optim
     optimizer = get_megatron_optimizer(
@@ -295,7 +296,7 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
             # 0 would also stop the norm from being computed; no norm is above infinity.
             clip_grad=optim.grad_clip or math.inf,
             bf16=half,
-            params_dtype=policy.config.params_dtype,
+            params_dtype=model.config.params_dtype,
             use_distributed_optimizer=actor.use_distributed_optimizer,
             overlap_param_gather=actor.overlap_param_gather,
         ),
@@ -303,13 +304,13 @@ def make_trainable(policy: Policy, actor: ActorConfig, total_steps: int) -> Trai
         use_gloo_process_groups=False,
     )
     # Megatron asks the config of a model how gradients are finished; the token count is already in the loss weights.
-    config: Any = policy.config
+    config: Any = model.config
     config.finalize_model_grads_func = _finalize_without_token_count
     config.grad_scale_func = optimizer.scale_loss
     no_sync = [cast(Any, chunk).no_sync for chunk in chunks]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return Trainable(
-        replace(policy, chunks=chunks),
+        replace(model, chunks=chunks),
         optimizer,
         _scheduler(optimizer, optim, total_steps),
     )

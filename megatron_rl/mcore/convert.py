@@ -11,28 +11,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.mcore.build import Policy
+from megatron_rl.mcore.build import Model
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import expert_group, pp_group, tp_group
+from megatron_rl.parallel.topology import is_last_chunk
 from megatron_rl.weights.heads import value_head_params, value_head_shapes
 from megatron_rl.weights.safetensors import WeightSource, refuse_nonfinite
 
 
-def chunk_params(policy: Policy, stage: int, chunk: int, tp_rank: int, expert_rank: int) -> list[LocalParam]:
+def chunk_params(model: Model, stage: int, chunk: int, tp_rank: int, expert_rank: int) -> list[LocalParam]:
     """The parameters of one model chunk on one rank: tp_rank in tp_group, expert_rank in expert_group."""
-    parallel, shape = policy.parallel, policy.shape
+    parallel, shape = model.parallel, model.shape
     ep_rank, etp_rank = divmod(expert_rank, parallel.expert_tp)
-    post_process = stage == parallel.pp - 1 and chunk == parallel.vpp - 1
+    post_process = is_last_chunk(stage, chunk, pp=parallel.pp, vpp=parallel.vpp)
     params = list(
         megatron_params(
             shape,
             FAMILIES[shape.architecture],
             tp=parallel.tp,
             tp_rank=tp_rank,
-            layers=policy.layers(stage, chunk),
+            layers=model.layers(stage, chunk),
             pre_process=stage == 0 and chunk == 0,
             post_process=post_process,
             ep=parallel.ep,
@@ -41,10 +42,10 @@ def chunk_params(policy: Policy, stage: int, chunk: int, tp_rank: int, expert_ra
             etp_rank=etp_rank,
         )
     )
-    if not policy.lm_head:
+    if not model.lm_head:
         output = FAMILIES[shape.architecture].output.megatron
         params = [param for param in params if param.name != output]
-    return params + (value_head_params(shape) if policy.value_head and post_process else [])
+    return params + (value_head_params(shape) if model.value_head and post_process else [])
 
 
 def lm_head_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -53,26 +54,26 @@ def lm_head_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {} if shape.tie_word_embeddings else {name: (shape.vocab_size, shape.hidden_size)}
 
 
-def tensor_shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor of the model with the heads that it has, in export order."""
-    shapes = hf_shapes(policy.shape, FAMILIES[policy.shape.architecture])
-    if not policy.lm_head:
-        shapes = {name: size for name, size in shapes.items() if name not in lm_head_shapes(policy.shape)}
-    return shapes | (value_head_shapes(policy.shape) if policy.value_head else {})
+    shapes = hf_shapes(model.shape, FAMILIES[model.shape.architecture])
+    if not model.lm_head:
+        shapes = {name: size for name, size in shapes.items() if name not in lm_head_shapes(model.shape)}
+    return shapes | (value_head_shapes(model.shape) if model.value_head else {})
 
 
-def _shards(policy: Policy, stage: int, chunk: int) -> Iterator[tuple[LocalParam, ...]]:
+def _shards(model: Model, stage: int, chunk: int) -> Iterator[tuple[LocalParam, ...]]:
     """Each parameter of one model chunk as the ranks that share it hold it, in the order of their group."""
-    by_tp = [chunk_params(policy, stage, chunk, rank, 0) for rank in range(policy.parallel.tp)]
-    experts = policy.parallel.ep * policy.parallel.expert_tp if policy.shape.num_experts else 1
-    by_expert = [chunk_params(policy, stage, chunk, 0, rank) for rank in range(experts)]
+    by_tp = [chunk_params(model, stage, chunk, rank, 0) for rank in range(model.parallel.tp)]
+    experts = model.parallel.ep * model.parallel.expert_tp if model.shape.num_experts else 1
+    by_expert = [chunk_params(model, stage, chunk, 0, rank) for rank in range(experts)]
     for of_tp, of_expert in zip(zip(*by_tp, strict=True), zip(*by_expert, strict=True), strict=True):
         yield of_expert if of_expert[0].expert else of_tp
 
 
-def _checked_parameters(policy: Policy, chunk: int, params: list[LocalParam]) -> dict[str, torch.nn.Parameter]:
+def _checked_parameters(model: Model, chunk: int, params: list[LocalParam]) -> dict[str, torch.nn.Parameter]:
     """The chunk's parameters by name, compared with the table. Raises CheckpointError naming each difference."""
-    held = dict(policy.models[chunk].named_parameters())
+    held = dict(model.bare_chunks[chunk].named_parameters())
     expected = {param.name: param.shape for param in params}
     faults = [f"{name} is not in the table" for name in held if name not in expected]
     faults += [f"{name} is not in the model" for name in expected if name not in held]
@@ -83,23 +84,23 @@ def _checked_parameters(policy: Policy, chunk: int, params: list[LocalParam]) ->
     ]
     if faults:
         raise CheckpointError(
-            f"{policy.shape.architecture}: model and weight table differ: " + "; ".join(sorted(faults))
+            f"{model.shape.architecture}: model and weight table differ: " + "; ".join(sorted(faults))
         )
     return held
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, source: WeightSource) -> None:
+def load_hf(model: Model, source: WeightSource) -> None:
     """Fill this rank's shard from `source`, reading only the blocks it holds. Padding rows become 0.
 
     Raises CheckpointError where the source does not hold exactly the model's tensors; and on all ranks, naming them,
     where tensors hold numbers that are not finite in the model's precision.
     """
-    source.check(tensor_shapes(policy))
+    source.check(tensor_shapes(model))
     sizes: dict[str, list[torch.Tensor]] = {}
-    for chunk in range(policy.parallel.vpp):
-        params = chunk_params(policy, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
-        held = _checked_parameters(policy, chunk, params)
+    for chunk in range(model.parallel.vpp):
+        params = chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
+        held = _checked_parameters(model, chunk, params)
         for param in params:
             target, at = held[param.name], 0
             for block in param.blocks:
@@ -128,7 +129,7 @@ def _refuse_bad(sizes: Mapping[str, Sequence[torch.Tensor]], source: WeightSourc
 
 @torch.no_grad()
 def export_hf(
-    policy: Policy,
+    model: Model,
     dtype: torch.dtype | None = None,
     of: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,22 +140,22 @@ def export_hf(
     default (its main_grad, say, gives gradients in HF coordinates; with pipeline stages, say their dtype too). Each
     tensor is new memory, never reused.
     """
-    policy.complete_params()
-    shapes = tensor_shapes(policy)
-    stages, parallel = pp_group(), policy.parallel
+    model.complete_params()
+    shapes = tensor_shapes(model)
+    stages, parallel = pp_group(), model.parallel
     done: set[str] = set()
     for chunk in range(parallel.vpp):
         for stage in range(parallel.pp):
             held = None
             if stages.rank() == stage:
-                params = chunk_params(policy, stage, chunk, tp_group().rank(), expert_group().rank())
-                held = _checked_parameters(policy, chunk, params)
-            for shards in _shards(policy, stage, chunk):
+                params = chunk_params(model, stage, chunk, tp_group().rank(), expert_group().rank())
+                held = _checked_parameters(model, chunk, params)
+            for shards in _shards(model, stage, chunk):
                 names = _names(shards)
                 # The last stage of a tied model holds a copy of the embedding, which was exported with the first stage.
                 if not done.issuperset(names):
                     tensors = _gathered(shards, held, shapes, dtype, of) if held is not None else {}
-                    empty = torch.empty(0, dtype=dtype or policy.config.params_dtype, device=policy.device)
+                    empty = torch.empty(0, dtype=dtype or model.config.params_dtype, device=model.device)
                     yield from _from_stage(stage, list(names), tensors, shapes, empty)
                 done.update(names)
 

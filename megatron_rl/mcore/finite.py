@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import NonFiniteError
-from megatron_rl.mcore.build import Policy
+from megatron_rl.mcore.build import Model
 from megatron_rl.mcore.convert import chunk_params, largest
 from megatron_rl.mcore.packing import MicroBatch
 from megatron_rl.parallel.collectives import gathered
@@ -38,33 +38,33 @@ def bad_losses(micros: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> 
 
 
 def bad_gradients(
-    policy: Policy, micros: Sequence[MicroBatch], run: Callable[[Sequence[MicroBatch]], Any]
+    model: Model, micros: Sequence[MicroBatch], run: Callable[[Sequence[MicroBatch]], Any]
 ) -> list[BadMicroBatch]:
     """The micro-batches whose own gradient is not finite on some rank, from all ranks. A collective.
 
     run: forward and backward over some micro-batches. Each is run once more, by itself and without adding gradients
     up over ranks; the gradients are of no more use afterwards. An interleaved pipeline takes as many as it has stages.
     """
-    unit = policy.parallel.pp if policy.parallel.vpp > 1 else 1
+    unit = model.parallel.pp if model.parallel.vpp > 1 else 1
     rank, found = torch.distributed.get_rank(), []
     for at in range(0, len(micros), unit):
-        with _each_rank_alone(policy):
+        with _each_rank_alone(model):
             run(micros[at : at + unit])
-        grads = [p.main_grad for model in policy.models for p in model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+        grads = [p.main_grad for chunk in model.bare_chunks for p in chunk.parameters() if p.requires_grad]  # type: ignore[attr-defined]
         if not _all_within(grads, torch.finfo(torch.float32).max):
             found += [BadMicroBatch(rank, dp_rank(), at + i, None, "gradient") for i in range(unit)]
     return [one for part in gathered(found) for one in part]
 
 
 @contextlib.contextmanager
-def _each_rank_alone(policy: Policy) -> Iterator[None]:
+def _each_rank_alone(model: Model) -> Iterator[None]:
     """Gradients begin at 0, and backward passes leave them as each rank computed them."""
-    config: Any = policy.config
+    config: Any = model.config
     saved = config.finalize_model_grads_func, config.no_sync_func
     config.finalize_model_grads_func, config.no_sync_func = None, contextlib.nullcontext
     try:
         with contextlib.ExitStack() as stack:
-            for chunk in policy.chunks:
+            for chunk in model.chunks:
                 # This also turns synchronisation on again, and therefore comes first.
                 chunk.zero_grad_buffer()  # type: ignore[operator]
                 stack.enter_context(chunk.no_sync())  # type: ignore[operator]
@@ -81,15 +81,15 @@ def _all_within(tensors: Sequence[torch.Tensor], limit: float) -> bool:
     return bool((torch.stack([largest(tensor) for tensor in tensors]) <= limit).all())
 
 
-def bad_tensors(policy: Policy, limit: float) -> list[str]:
+def bad_tensors(model: Model, limit: float) -> list[str]:
     """HF names of this rank's weights that hold a number which is not finite, or larger than `limit`."""
-    held = [(c, name, p) for c, model in enumerate(policy.models) for name, p in model.named_parameters()]
+    held = [(c, name, p) for c, chunk in enumerate(model.bare_chunks) for name, p in chunk.named_parameters()]
     if _all_within([param for _, _, param in held], limit):
         return []
     found: list[str] = []
-    for chunk in range(policy.parallel.vpp):
-        params = chunk_params(policy, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
-        values = dict(policy.models[chunk].named_parameters())
+    for chunk in range(model.parallel.vpp):
+        params = chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
+        values = dict(model.bare_chunks[chunk].named_parameters())
         for param in params:
             at = 0
             for block in param.blocks:
@@ -100,13 +100,13 @@ def bad_tensors(policy: Policy, limit: float) -> list[str]:
 
 
 @torch.no_grad()
-def refuse_bad_weights(policy: Policy, *, what: str, consequence: str, limit: float = math.inf) -> None:
+def refuse_bad_weights(model: Model, *, what: str, consequence: str, limit: float = math.inf) -> None:
     """Raise NonFiniteError on all ranks where any holds a weight that is not finite, or is larger than `limit`, the
     largest number of the precision that the weights go to. A collective; the weights must be on the device.
     """
-    policy.complete_params()
-    limit = min(limit, torch.finfo(policy.config.params_dtype).max)
-    by_rank = gathered(bad_tensors(policy, limit))
+    model.complete_params()
+    limit = min(limit, torch.finfo(model.config.params_dtype).max)
+    by_rank = gathered(bad_tensors(model, limit))
     names = sorted({name for names in by_rank for name in names})
     if not names:
         return

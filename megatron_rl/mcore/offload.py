@@ -51,7 +51,7 @@ class Offload:
             if kind not in self._kinds or kind in self._away:
                 continue
             if kind == "params":
-                self._trainable.policy.complete_params()
+                self._trainable.model.complete_params()
             storages = self._storages(kind)
             sizes = [storage.nbytes() for storage in storages]
             if self._kept(kind):
@@ -104,7 +104,7 @@ class Offload:
 
     def _storages(self, kind: Kind) -> list[torch.UntypedStorage]:
         """The storages of `kind` that are on the device now, each once."""
-        params = [param for chunk in self._trainable.policy.chunks for param in chunk.parameters()]
+        params = [param for chunk in self._trainable.model.chunks for param in chunk.parameters()]
         grads = [grad for param in params if (grad := getattr(param, "main_grad", None)) is not None]
         if kind == "params":
             return list(_present(params).values())

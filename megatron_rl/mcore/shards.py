@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.mcore.build import Policy
+from megatron_rl.mcore.build import Model
 
 
-def parameters(policy: Policy) -> dict[str, torch.nn.Parameter]:
+def parameters(model: Model) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters by these names. They stay the same objects when their memory is moved."""
     return {
-        f"chunk{chunk}.{name}": param
-        for chunk, model in enumerate(policy.models)
-        for name, param in model.named_parameters()
+        f"chunk{number}.{name}": param
+        for number, chunk in enumerate(model.bare_chunks)
+        for name, param in chunk.named_parameters()
     }
 
 
-def live_parameters(policy: Policy) -> dict[str, torch.Tensor]:
-    """The memory that these have now, not copies; Policy.complete_params makes them whole first."""
-    return {name: param.detach() for name, param in parameters(policy).items()}
+def live_parameters(model: Model) -> dict[str, torch.Tensor]:
+    """The memory that these have now, not copies; Model.complete_params makes them whole first."""
+    return {name: param.detach() for name, param in parameters(model).items()}

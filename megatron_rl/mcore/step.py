@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_rl.mcore.build import Policy, Trainable
+from megatron_rl.mcore.build import Model, Trainable
 from megatron_rl.mcore.finite import bad_gradients, bad_losses
 from megatron_rl.mcore.logprobs import linear_logprobs
 from megatron_rl.mcore.packing import MicroBatch, pack
@@ -30,9 +30,9 @@ TokenLoss = Callable[
 """(logprobs [n], entropy [n], columns {name: [n]}) -> (losses [n], {metric: values [n]}). Nothing is averaged here."""
 
 
-def pack_all(policy: Policy, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
+def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
     """Micro-batches on the model's device, padded as sequence parallelism needs."""
-    parallel, shape = policy.parallel, policy.shape
+    parallel, shape = model.parallel, model.shape
     context = cp_group()
     return [
         pack(
@@ -40,7 +40,7 @@ def pack_all(policy: Policy, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
             head_dim=shape.head_dim,
             rope_theta=shape.rope_theta,
             vocab_size=shape.vocab_size,
-            device=policy.device,
+            device=model.device,
             split=parallel.tp if parallel.sequence_parallel else 1,
             cp=parallel.cp,
             cp_rank=context.rank(),
@@ -51,8 +51,8 @@ def pack_all(policy: Policy, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
     ]
 
 
-def _forward(model: Any, micro: MicroBatch) -> torch.Tensor:
-    return model(
+def _forward(chunk: Any, micro: MicroBatch) -> torch.Tensor:
+    return chunk(
         input_ids=micro.tokens,
         position_ids=None,
         attention_mask=None,
@@ -60,13 +60,13 @@ def _forward(model: Any, micro: MicroBatch) -> torch.Tensor:
     )
 
 
-def predicting_rows(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, *, partial_grads: bool) -> torch.Tensor:
+def predicting_rows(model: Model, hidden: torch.Tensor, micro: MicroBatch, *, partial_grads: bool) -> torch.Tensor:
     """[n, h] hidden states that predict the trained tokens, equal on all tensor-parallel ranks, from [t (/ tp), 1, h].
 
     partial_grads: each rank's gradient of them is its part of a sum (a head split over ranks); False: every rank has
     the whole gradient (a head that every rank holds).
     """
-    if policy.config.sequence_parallel:
+    if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_grads)
     elif partial_grads:
         hidden = copy_to_tensor_model_parallel_region(hidden)
@@ -74,29 +74,29 @@ def predicting_rows(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, *, 
 
 
 def head_logprobs(
-    policy: Policy, hidden: torch.Tensor, micro: MicroBatch, temperature: float
+    model: Model, hidden: torch.Tensor, micro: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, ...]:
     """Log-probabilities and entropies [n] float32, and greedy hits [n] bool, at the trained tokens, from [t (/ tp),
     1, h] hidden states.
     """
-    rows = predicting_rows(policy, hidden, micro, partial_grads=True)
-    return linear_logprobs(rows, policy.head_weight(), micro.targets, temperature, policy.vocab_shard())
+    rows = predicting_rows(model, hidden, micro, partial_grads=True)
+    return linear_logprobs(rows, model.head_weight(), micro.targets, temperature, model.vocab_shard())
 
 
 def _run(
-    policy: Policy, micros: list[MicroBatch], loss_of: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
+    model: Model, micros: list[MicroBatch], loss_of: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
 ) -> list[Any]:
     """Drive all micro-batches through the schedule; returns what loss_of said of each (last stage only)."""
 
-    def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    def step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         micro = next(iterator)
-        return _forward(model, micro), lambda hidden: loss_of(micro, hidden)
+        return _forward(chunk, micro), lambda hidden: loss_of(micro, hidden)
 
     return get_forward_backward_func()(
         forward_step_func=step,
         # Each chunk of an interleaved schedule walks through the micro-batches by itself.
-        data_iterator=[iter(micros) for _ in policy.chunks],
-        model=policy.chunks,
+        data_iterator=[iter(micros) for _ in model.chunks],
+        model=model.chunks,
         num_microbatches=len(micros),
         seq_length=max(micro.tokens.shape[1] for micro in micros),
         micro_batch_size=1,
@@ -109,7 +109,7 @@ Reader = Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]]
 
 
 @torch.no_grad()
-def forward_columns(policy: Policy, batches: Sequence[TrainBatch], read: Reader) -> list[dict[str, torch.Tensor]]:
+def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -> list[dict[str, torch.Tensor]]:
     """What `read` gives of each micro-batch, as [T] float32 columns on the CPU, 0 where loss_mask is False.
 
     batches: this data-parallel rank's micro-batches. Ranks of other pipeline stages than the last get an empty list.
@@ -119,25 +119,23 @@ def forward_columns(policy: Policy, batches: Sequence[TrainBatch], read: Reader)
         zero = hidden.new_zeros((), dtype=torch.float32)
         return zero, torch.zeros((), dtype=torch.int), read(micro, hidden)
 
-    for chunk in policy.chunks:
+    for chunk in model.chunks:
         chunk.eval()
-    micros = pack_all(policy, batches)
-    found = _run(policy, micros, loss_of, forward_only=True)
+    micros = pack_all(model, batches)
+    found = _run(model, micros, loss_of, forward_only=True)
     names = list(found[0]) if found else []
     columns = [_columns(micros, [values[name] for values in found]) for name in names]
     return [dict(zip(names, of_micro, strict=True)) for of_micro in zip(*columns, strict=True)]
 
 
-def forward_logprobs(
-    policy: Policy, batches: Sequence[TrainBatch], temperature: float
-) -> list[dict[str, torch.Tensor]]:
+def forward_logprobs(model: Model, batches: Sequence[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
     """Per micro-batch {"logprobs", "entropy", "greedy"} (see forward_columns), of softmax(logits / temperature)."""
 
     def read(micro: MicroBatch, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         names = ("logprobs", "entropy", "greedy")
-        return dict(zip(names, head_logprobs(policy, hidden, micro, temperature), strict=True))
+        return dict(zip(names, head_logprobs(model, hidden, micro, temperature), strict=True))
 
-    return forward_columns(policy, batches, read)
+    return forward_columns(model, batches, read)
 
 
 def _columns(micros: Sequence[MicroBatch], found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -182,8 +180,8 @@ def optimizer_step(
     Returns the report and, per micro-batch, the [T] column that the objective handed back; both come from the last
     pipeline stage (elsewhere the report has no metrics, a loss of NaN, and the list is empty).
     """
-    policy = trainable.policy
-    for chunk in policy.chunks:
+    model = trainable.model
+    for chunk in model.chunks:
         chunk.train()
         chunk.zero_grad_buffer()  # type: ignore[operator]
     trainable.optimizer.zero_grad()
@@ -201,8 +199,8 @@ def optimizer_step(
             ({n: v.detach().clone() for n, v in sums.items()}, counts, column.detach(), weighted.detach()),
         )
 
-    micros = pack_all(policy, batches)
-    found = _run(policy, micros, loss_of, forward_only=False)
+    micros = pack_all(model, batches)
+    found = _run(model, micros, loss_of, forward_only=False)
     report = StepReport(loss=float("nan"), grad_norm=_gradient_norm(trainable.optimizer), lr=0.0)
     if found:
         total = reduce_metrics(_add([(sums, counts) for sums, counts, _, _ in found]), dp_cp_group())
@@ -211,7 +209,7 @@ def optimizer_step(
     wrong = not math.isfinite(report.grad_norm) or (bool(found) and not math.isfinite(report.loss))
     if any_rank(wrong):
         bad = bad_losses(micros, [losses for _, _, _, losses in found]) or bad_gradients(
-            policy, micros, lambda some: _run(policy, list(some), loss_of, forward_only=False)
+            model, micros, lambda some: _run(model, list(some), loss_of, forward_only=False)
         )
         report = replace(report, updated=False, bad=tuple(bad))
     else:
@@ -245,7 +243,7 @@ def train_step(
     """optimizer_step on a loss of the log-probabilities; the columns are those that the update started from."""
 
     def objective(micro: MicroBatch, hidden: torch.Tensor) -> Any:
-        logprobs, entropy, _ = head_logprobs(trainable.policy, hidden, micro, temperature)
+        logprobs, entropy, _ = head_logprobs(trainable.model, hidden, micro, temperature)
         return *token_loss(logprobs, entropy, micro.columns), logprobs
 
     return optimizer_step(trainable, batches, objective)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.build import Policy, Trainable
+from megatron_rl.mcore.build import Model, Trainable
 from megatron_rl.mcore.packing import MicroBatch
 from megatron_rl.mcore.step import TokenLoss, forward_columns, head_logprobs, optimizer_step, predicting_rows
 from megatron_rl.types import StepReport, TrainBatch
@@ -21,27 +21,27 @@ ValueLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Ten
 """(values [n], columns {name: [n]}) -> (losses [n], {metric: values [n]})"""
 
 
-def head_values(policy: Policy, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def head_values(model: Model, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """[n] float32 values at the trained tokens, from [t (/ tp), 1, h] hidden states."""
-    head = getattr(policy.last_model, "value_head", None)
+    head = getattr(model.last_chunk, "value_head", None)
     assert head is not None, "only the last pipeline stage of a critic has a value head"
-    return head(predicting_rows(policy, hidden, micro, partial_grads=False))
+    return head(predicting_rows(model, hidden, micro, partial_grads=False))
 
 
-def forward_values(policy: Policy, batches: Sequence[TrainBatch]) -> list[torch.Tensor]:
+def forward_values(model: Model, batches: Sequence[TrainBatch]) -> list[torch.Tensor]:
     """Per micro-batch [T] float32 values on the CPU (see step.forward_columns)."""
-    found = forward_columns(policy, batches, lambda micro, hidden: {"values": head_values(policy, hidden, micro)})
+    found = forward_columns(model, batches, lambda micro, hidden: {"values": head_values(model, hidden, micro)})
     return [columns["values"] for columns in found]
 
 
-def forward_both(policy: Policy, batches: Sequence[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
+def forward_both(model: Model, batches: Sequence[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
     """Per micro-batch {"logprobs", "values"}, from one forward pass of a model with both heads."""
 
     def read(micro: MicroBatch, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        logprobs, _, _ = head_logprobs(policy, hidden, micro, temperature)
-        return {"logprobs": logprobs, "values": head_values(policy, hidden, micro)}
+        logprobs, _, _ = head_logprobs(model, hidden, micro, temperature)
+        return {"logprobs": logprobs, "values": head_values(model, hidden, micro)}
 
-    return forward_columns(policy, batches, read)
+    return forward_columns(model, batches, read)
 
 
 def train_values(
@@ -50,7 +50,7 @@ def train_values(
     """One optimizer step of the critic (see step.optimizer_step); the columns are the values it started from."""
 
     def objective(micro: MicroBatch, hidden: torch.Tensor) -> Any:
-        values = head_values(trainable.policy, hidden, micro)
+        values = head_values(trainable.model, hidden, micro)
         return *value_loss(values, micro.columns), values
 
     return optimizer_step(trainable, batches, objective)
@@ -69,9 +69,9 @@ def train_both(
     """
 
     def objective(micro: MicroBatch, hidden: torch.Tensor) -> Any:
-        logprobs, entropy, _ = head_logprobs(trainable.policy, hidden, micro, temperature)
+        logprobs, entropy, _ = head_logprobs(trainable.model, hidden, micro, temperature)
         losses, metrics = token_loss(logprobs, entropy, micro.columns)
-        value_losses, value_metrics = value_loss(head_values(trainable.policy, hidden, micro), micro.columns)
+        value_losses, value_metrics = value_loss(head_values(trainable.model, hidden, micro), micro.columns)
         return losses + vf_coef * value_losses, metrics | value_metrics, logprobs
 
     return optimizer_step(trainable, batches, objective)

@@ -99,6 +99,11 @@ class Topology:
         return at.tp == 0 and at.cp == 0 and at.pp == self.pp - 1
 
 
+def is_last_chunk(stage: int, chunk: int, *, pp: int, vpp: int) -> bool:
+    """Whether a model chunk of a pipeline stage is the last one: the final norm and the heads are there."""
+    return stage == pp - 1 and chunk == vpp - 1
+
+
 def topology_of(parallel: ParallelConfig, world: int) -> Topology:
     """The topology that a config's layout has on `world` ranks."""
     return Topology(world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, ep=parallel.ep, etp=parallel.expert_tp)

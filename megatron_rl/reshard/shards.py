@@ -13,7 +13,7 @@ from megatron_rl.errors import ReshardError
 from megatron_rl.models.engine import engine_params, whole_params
 from megatron_rl.models.rules import Family, LocalParam, megatron_params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.parallel.topology import Topology
+from megatron_rl.parallel.topology import Topology, is_last_chunk
 from megatron_rl.reshard.plan import Shard
 
 
@@ -56,12 +56,12 @@ def trainer_params(
 ) -> tuple[LocalParam, ...]:
     """What trainer `rank` holds; stages: [pp][vpp] layers, as config.layout.stage_layers gives them."""
     at, of_experts = topology.coords(rank), topology.expert_coords(rank)
-    last = len(stages) - 1
     found: list[LocalParam] = []
     for chunk, layers in enumerate(stages[at.pp]):
         params = megatron_params(
             shape, family, tp=topology.tp, tp_rank=at.tp, layers=layers,
-            pre_process=at.pp == 0 and chunk == 0, post_process=at.pp == last and chunk == len(stages[at.pp]) - 1,
+            pre_process=at.pp == 0 and chunk == 0,
+            post_process=is_last_chunk(at.pp, chunk, pp=len(stages), vpp=len(stages[at.pp])),
             ep=topology.ep, ep_rank=of_experts.ep, etp=topology.expert_tp, etp_rank=of_experts.etp,
         )  # fmt: skip
         found += [replace(param, name=f"chunk{chunk}.{param.name}") for param in params]

@@ -24,7 +24,7 @@ from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shar
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
 
 if TYPE_CHECKING:
-    from megatron_rl.mcore.build import Policy
+    from megatron_rl.mcore.build import Model
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: Engi
 
 
 def start_engine(
-    cfg: RunConfig, policy: Policy, layout: EngineLayout, *, device: str, rank: int, lending: Lending
+    cfg: RunConfig, policy: Model, layout: EngineLayout, *, device: str, rank: int, lending: Lending
 ) -> tuple[RolloutEngine, WeightPublisher]:
     """Build this rank's engine, on the actor's memory where it can be, and what fills the rest. All ranks call it.
 
@@ -143,12 +143,12 @@ def check_part(part: EnginePart | None, layout: EngineLayout, rank: int) -> None
         raise ReshardError(f"rank {rank}: the engine holds {part}, and the plan was made for {wanted}")
 
 
-def _full_publisher(engine: RolloutEngine, policy: Policy, dtype: torch.dtype, lending: Lending) -> FullPublisher:
+def _full_publisher(engine: RolloutEngine, policy: Model, dtype: torch.dtype, lending: Lending) -> FullPublisher:
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         lending.fetch()
         yield from lending.export(dtype)
 
-    held = sum(param.numel() for model in policy.models for param in model.parameters())
+    held = sum(param.numel() for model in policy.bare_chunks for param in model.parameters())
     return FullPublisher(engine, export, held_bytes=held * dtype.itemsize, lent_back=lending.lent_back)
 
 

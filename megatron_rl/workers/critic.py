@@ -18,7 +18,7 @@ from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource, token_classif
 from megatron_rl.workers.policy import PolicyPlan, PolicyWorker, UpdateResult, actor_objective
 
 if TYPE_CHECKING:
-    from megatron_rl.mcore.build import Policy
+    from megatron_rl.mcore.build import Model
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class CriticWorker(PolicyWorker):
         # What goes to engines and into the actor's folder is the language model alone.
         self._export = functools.partial(_without, self._export, frozenset(VALUE_HEAD))
 
-    def _build_actor(self, device: torch.device) -> Policy:
+    def _build_actor(self, device: torch.device) -> Model:
         cfg, plan = self._cfg, self._plan
         if not cfg.critic.share_backbone:
             return super()._build_actor(device)
         from megatron_rl.mcore import build, convert
 
-        policy = build.build_policy(plan.shape, cfg.actor, cfg.model.dtype, device, value_head=True)
+        policy = build.build_model(plan.shape, cfg.actor, cfg.model.dtype, device, value_head=True)
         convert.load_hf(policy, ValueHeadSource(self._source(cfg.model.path), "causal", {}))
         return policy
 
@@ -68,7 +68,7 @@ class CriticWorker(PolicyWorker):
         self._critic, self._critic_offload = self._trainable, None
         if cfg.critic.share_backbone:
             return
-        critic = build.build_policy(plan.shape, part, cfg.model.dtype, device, lm_head=False, value_head=True)
+        critic = build.build_model(plan.shape, part, cfg.model.dtype, device, lm_head=False, value_head=True)
         unused = convert.lm_head_shapes(plan.shape) if plan.head == "causal" else {}
         source = self._source(cfg.critic.path or cfg.model.path, pretrained=cfg.critic.path is not None)
         convert.load_hf(critic, ValueHeadSource(source, plan.head, unused))
@@ -84,7 +84,7 @@ class CriticWorker(PolicyWorker):
         self._free_engine()
         offload = self._critic_offload or self._offload
         offload.to_device("params")
-        found = forward_values(self._critic.policy, micro_batches)
+        found = forward_values(self._critic.model, micro_batches)
         if self._critic_offload is not None:
             self._critic_offload.to_host()
         return found
@@ -98,7 +98,7 @@ class CriticWorker(PolicyWorker):
 
         self._free_engine()
         self._offload.to_device("params")
-        return forward_both(self._trainable.policy, micro_batches, temperature)
+        return forward_both(self._trainable.model, micro_batches, temperature)
 
     @dispatch(split=Split.SPLIT_DP)
     def update_critic(self, micro_batches: Sequence[TrainBatch]) -> UpdateResult:
@@ -138,7 +138,7 @@ class CriticWorker(PolicyWorker):
 
         offload = self._critic_offload or self._offload
         offload.to_device("params")
-        policy, cfg = self._critic.policy, self._cfg
+        policy, cfg = self._critic.model, self._cfg
         consequence = f"{path} is not written; an earlier save there is intact"
         refuse_bad_weights(policy, what="the critic's weights", consequence=consequence)
         tensors = _without(

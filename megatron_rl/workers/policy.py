@@ -29,7 +29,7 @@ from megatron_rl.rollout.engine import Request, RolloutEngine, Sample, Sampling
 from megatron_rl.types import OffloadReport, StepReport, SyncReport, TrainBatch
 
 if TYPE_CHECKING:
-    from megatron_rl.mcore.build import Policy
+    from megatron_rl.mcore.build import Model
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ class PolicyWorker:
         policy = self._build_actor(device)
         self._reference = None
         if cfg.needs_reference:
-            self._reference = build.build_policy(plan.shape, actor, cfg.model.dtype, device)
+            self._reference = build.build_model(plan.shape, actor, cfg.model.dtype, device)
             convert.load_hf(self._reference, self._source(cfg.ref.path or cfg.model.path, cfg.ref.path is not None))
         self._trainable = build.make_trainable(policy, actor, plan.total_optimizer_steps)
-        self._export = functools.partial(convert.export_hf, self._trainable.policy)
+        self._export = functools.partial(convert.export_hf, self._trainable.model)
         self._build_others(device)
         self._engine: RolloutEngine | None = None
         # Every update zeroes the gradients first, so their values need not be kept.
@@ -137,10 +137,10 @@ class PolicyWorker:
             self._offload.to_host()
             self._start_engine()
 
-    def _build_actor(self, device: torch.device) -> Policy:
+    def _build_actor(self, device: torch.device) -> Model:
         from megatron_rl.mcore import build, convert
 
-        policy = build.build_policy(self._plan.shape, self._cfg.actor, self._cfg.model.dtype, device)
+        policy = build.build_model(self._plan.shape, self._cfg.actor, self._cfg.model.dtype, device)
         convert.load_hf(policy, self._source(self._cfg.model.path))
         return policy
 
@@ -166,7 +166,7 @@ class PolicyWorker:
 
         self._engine, self._publisher = start_engine(
             self._cfg,
-            self._trainable.policy,
+            self._trainable.model,
             engine_layout(self._cfg, self._plan.engine_order),
             device=self._plan.device,
             rank=self._rank,
@@ -195,7 +195,7 @@ class PolicyWorker:
             dtype = DTYPES[self._cfg.rollout.dtype or self._cfg.model.dtype]
             consequence = "engines keep the weights that they have"
             refuse_bad_weights(
-                self._trainable.policy,
+                self._trainable.model,
                 what="the actor's weights",
                 consequence=consequence,
                 limit=torch.finfo(dtype).max,
@@ -209,7 +209,7 @@ class PolicyWorker:
 
         self._free_engine()
         self._offload.to_device("params")
-        return forward_logprobs(self._trainable.policy, micro_batches, temperature)
+        return forward_logprobs(self._trainable.model, micro_batches, temperature)
 
     @dispatch(split=Split.SPLIT_DP)
     def ref_logprobs(self, micro_batches: Sequence[TrainBatch], temperature: float) -> list[torch.Tensor]:
@@ -252,7 +252,7 @@ class PolicyWorker:
 
         self._offload.to_device("params")
         consequence = f"{path} is not written; an earlier save there is intact"
-        refuse_bad_weights(self._trainable.policy, what="the actor's weights", consequence=consequence)
+        refuse_bad_weights(self._trainable.model, what="the actor's weights", consequence=consequence)
         return self._write_hf(path, self._export(), self._cfg.model.path)
 
     def _write_hf(

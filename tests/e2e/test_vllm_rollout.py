@@ -65,7 +65,7 @@ def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
         for i, (prompt, samples) in enumerate(zip(prompts, answers, strict=True))
     ]
     batch, _ = from_rollouts(groups)
-    (found,) = forward_logprobs(trainable.policy, [batch], temperature)
+    (found,) = forward_logprobs(trainable.model, [batch], temperature)
     return float((found["logprobs"] - batch.columns["rollout_logprobs"])[batch.loss_mask].abs().max())
 
 
@@ -85,7 +85,7 @@ def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
         engine.generate([Request((5,))], greedy)
     except RolloutError as error:
         refused = str(error)
-    publisher = FullPublisher(engine, lambda: convert.export_hf(trainable.policy))
+    publisher = FullPublisher(engine, lambda: convert.export_hf(trainable.model))
     publisher.publish(0, expect_change=False)
     gaps = [_gaps(engine, trainable, temperature) for temperature in (1.0, 0.7)]
     for version in (1, 2, 3):
@@ -94,7 +94,7 @@ def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
         gaps.append(_gaps(engine, trainable, 1.0))
     long = tuple(range(2, 120)) * 3
     (samples,) = engine.generate([Request(long[:LONG_PROMPT])], greedy)
-    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.policy)}
+    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     unchanged = ""
     try:
         publisher.publish(4, expect_change=True)
@@ -142,7 +142,7 @@ def _experts_on_rank(rank: int, world: int, folder: str) -> list[float]:
 
     trainable = build(folder, make_actor(ep=world), world)
     engine = make_engine(_settings(folder))
-    publisher = FullPublisher(engine, lambda: convert.export_hf(trainable.policy))
+    publisher = FullPublisher(engine, lambda: convert.export_hf(trainable.model))
     publisher.publish(0, expect_change=False)
     gaps = [_gaps(engine, trainable, 0.7)]
     for version in (1, 2):

@@ -89,7 +89,7 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
 
     cfg = _config(folder, *overrides)
     trainable = build(folder, cfg.actor, world)
-    policy = trainable.policy
+    policy = trainable.model
     order = engine_order(cfg, policy.shape, topology_of(cfg.actor, world))
     lending = Lending(lambda: None, lambda: None, lambda dtype: convert.export_hf(policy, dtype))
     layout = engine_layout(cfg, order)

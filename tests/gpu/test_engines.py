@@ -49,7 +49,7 @@ def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     cfg = _config(folder, *own, *overrides)
     assert not cfg.rollout.enforce_eager and cfg.rollout.free_cache_engine
     trainable = build(folder, cfg.actor, world, "bfloat16")
-    policy = trainable.policy
+    policy = trainable.model
     layout = engine_layout(cfg, engine_order(cfg, policy.shape, topology_of(cfg.actor, world)))
     lending = Lending(lambda: None, lambda: None, lambda dtype: convert.export_hf(policy, dtype))
     engine, publisher = start_engine(cfg, policy, layout, device="cuda", rank=rank, lending=lending)

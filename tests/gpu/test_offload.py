@@ -41,7 +41,7 @@ def _build(folder: str, dtype: str, distributed: bool) -> Any:
     from megatron_rl.weights.safetensors import SafetensorsSource
 
     actor = make_actor(use_distributed_optimizer=distributed)
-    policy = build.build_policy(read_model_shape(folder), actor, dtype, torch.device("cuda"))
+    policy = build.build_model(read_model_shape(folder), actor, dtype, torch.device("cuda"))
     convert.load_hf(policy, SafetensorsSource(folder))
     return build.make_trainable(policy, actor, 100)
 
@@ -62,7 +62,7 @@ def test_device_memory_falls_by_what_is_reported(folder: str, dtype: str, distri
     trainable = _build(folder, dtype, distributed)
     offload = Offload(trainable)
     _step(trainable, 0)
-    tensors = sum(1 for chunk in trainable.policy.chunks for _ in chunk.parameters())
+    tensors = sum(1 for chunk in trainable.model.chunks for _ in chunk.parameters())
     for kind in KINDS:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -84,7 +84,7 @@ def test_everything_comes_back_bit_for_bit_and_trains_on(folder: str, dtype: str
     losses = []
     for _ in range(4):
         losses.append(_step(trainable, 0)[0])
-        params = [p for chunk in trainable.policy.chunks for p in chunk.parameters()]
+        params = [p for chunk in trainable.model.chunks for p in chunk.parameters()]
         held = [*params, *(p.main_grad for p in params), *_optimizer_tensors(trainable)]
         values = [tensor.detach().clone() for tensor in held]
         offload.to_host()

@@ -44,7 +44,7 @@ def build(
     from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource
 
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
-    policy = build.build_policy(read_model_shape(folder), actor, dtype, rank_device())
+    policy = build.build_model(read_model_shape(folder), actor, dtype, rank_device())
     convert.load_hf(policy, SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
     return build.make_trainable(policy, actor, total_steps)
 

@@ -64,15 +64,15 @@ def _critic_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) 
     actor = make_actor(grad_clip=0.0, **layout)
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
     shape, head = read_critic_shape(folder)
-    policy = build.build_policy(shape, actor, "float32", torch.device("cpu"), lm_head=False, value_head=True)
+    policy = build.build_model(shape, actor, "float32", torch.device("cpu"), lm_head=False, value_head=True)
     unused = convert.lm_head_shapes(shape) if head == "causal" else {}
     convert.load_hf(policy, ValueHeadSource(SafetensorsSource(folder), head, unused))
     trainable = build.make_trainable(policy, actor, 100)
-    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.policy)}
+    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     micros = my_micro_batches(critic_batch(), actor, rank, world)
-    found = forward_values(trainable.policy, micros)
+    found = forward_values(trainable.model, micros)
     report, _ = train_values(trainable, micros, value_objective(CLIP))
-    grads = dict(convert.export_hf(trainable.policy, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
+    grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
     return {"exported": exported, "found": found, "grads": grads, "loss": report.loss}
 
 

@@ -33,8 +33,8 @@ def _gradients(rank: int, world: int, folder: str, size: int | None, packing: bo
     trainable = build(folder, actor, world)
     micros = my_micro_batches(random_batch(0, LENGTHS, 128), actor, rank, world)
     report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
-    grads = dict(convert.export_hf(trainable.policy, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
-    tokens = sum(micro.tokens.shape[1] for micro in step.pack_all(trainable.policy, micros))
+    grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
+    tokens = sum(micro.tokens.shape[1] for micro in step.pack_all(trainable.model, micros))
     return {"grads": grads, "report": report, "tokens": tokens, "micros": len(micros)}
 
 

@@ -39,7 +39,7 @@ def _steps(trainable: Any, actor: Any, rank: int, world: int, count: int, scale:
 def _weights(trainable: Any) -> Weights:
     from megatron_rl.mcore import convert
 
-    return {name: tensor.clone() for name, tensor in convert.export_hf(trainable.policy)}
+    return {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
 
 
 def _master_dtypes(trainable: Any) -> set[torch.dtype]:

@@ -57,7 +57,7 @@ def _all_losses(rank: int, world: int, folder: str, layout: dict[str, Any]) -> l
     for group in trainable.optimizer.param_groups:
         group["max_lr"] = group["min_lr"] = 0.0
     base = my_micro_batches(_batch(MODES[0]), actor, rank, world)
-    found = step.forward_logprobs(trainable.policy, base, 1.0)
+    found = step.forward_logprobs(trainable.model, base, 1.0)
     results = []
     for loss, mode in CASES:
         options = ActorConfig(
@@ -75,7 +75,7 @@ def _all_losses(rank: int, world: int, folder: str, layout: dict[str, Any]) -> l
             for micro, columns in zip(micros, found, strict=True)
         ]
         report, _ = step.train_step(trainable, micros, actor_objective(options), 1.0)
-        grads = [p.clone() for _, p in convert.export_hf(trainable.policy, of=lambda p: p.main_grad)]  # type: ignore[attr-defined]
+        grads = [p.clone() for _, p in convert.export_hf(trainable.model, of=lambda p: p.main_grad)]  # type: ignore[attr-defined]
         grad = torch.cat([g.flatten().float() for g in grads])
         results.append({"loss": report.loss, "metrics": report.metrics, "grad": grad})
     return results

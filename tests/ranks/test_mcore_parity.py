@@ -35,13 +35,13 @@ def _parity_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any], 
 
     actor = make_actor(grad_clip=0.0, **layout)  # clipping would scale the gradients that are compared
     trainable = build(folder, actor, world)
-    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.policy)}
+    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     batch = random_batch(0, LENGTHS, vocab)
     micros = my_micro_batches(batch, actor, rank, world)
-    found = step.forward_logprobs(trainable.policy, micros, TEMPERATURE)
+    found = step.forward_logprobs(trainable.model, micros, TEMPERATURE)
     # The gradients stay in main_grad after the update.
     report, _ = step.train_step(trainable, micros, _loss, TEMPERATURE)
-    grads = dict(convert.export_hf(trainable.policy, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
+    grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
     return {"exported": exported, "found": found[0] if found else None, "report": report, "grads": grads}
 
 
@@ -92,7 +92,7 @@ def _ids_on_rank(rank: int, world: int, folder: str, odd: int) -> list[str]:
     batch.tokens[7] = odd
     said: list[str] = []
     for call in (
-        lambda: step.forward_logprobs(trainable.policy, [batch], 1.0),
+        lambda: step.forward_logprobs(trainable.model, [batch], 1.0),
         lambda: step.train_step(trainable, [batch], _loss, 1.0),
     ):
         try:

@@ -110,11 +110,11 @@ def _parity_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) 
     # Clipping would scale the gradients that are compared; a sharded optimizer would leave each rank a part of them.
     actor = make_actor(grad_clip=0.0, use_distributed_optimizer=False, **layout)
     trainable = build(folder, actor, world)
-    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.policy)}
+    exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     micros = my_micro_batches(random_batch(0, LENGTHS, 128), actor, rank, world)
-    columns = [found["logprobs"] for found in step.forward_logprobs(trainable.policy, micros, TEMPERATURE)]
+    columns = [found["logprobs"] for found in step.forward_logprobs(trainable.model, micros, TEMPERATURE)]
     report, _ = step.train_step(trainable, micros, _loss, TEMPERATURE)
-    grads = dict(convert.export_hf(trainable.policy, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
+    grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
     # Only the last pipeline stage has log-probabilities and a loss.
     logprobs = _by_sequence(micros, columns) if columns else None
     return {"exported": exported, "logprobs": logprobs, "report": report, "grads": grads}

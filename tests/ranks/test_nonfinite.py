@@ -56,10 +56,10 @@ def _batch(number: int, kind: str | None = None) -> Any:
 
 def _state(trainable: Any) -> dict[str, Any]:
     """Everything that a step may change."""
-    trainable.policy.complete_params()
+    trainable.model.complete_params()
     state: dict[str, Any] = {
         f"{c} {name}": param.detach().clone()
-        for c, model in enumerate(trainable.policy.models)
+        for c, model in enumerate(trainable.model.bare_chunks)
         for name, param in model.named_parameters()
     }
     for o, part in enumerate(trainable.optimizer.chained_optimizers):
@@ -152,17 +152,17 @@ def _weights(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: 
     from megatron_rl.mcore.finite import refuse_bad_weights
 
     trainable = build(folder, make_actor(**layout), world, dtype)
-    refuse_bad_weights(trainable.policy, what="the actor's weights", consequence="nothing is done")
+    refuse_bad_weights(trainable.model, what="the actor's weights", consequence="nothing is done")
     said = []
     for value, limit in ((float("nan"), torch.finfo(torch.float32).max), (float("-inf"), 1e30), (70000.0, 65504.0)):
         if rank == world - 1:
-            model = trainable.policy.models[-1]
+            model = trainable.model.bare_chunks[-1]
             param = next(p for name, p in model.named_parameters() if "linear_fc2" in name)
             with torch.no_grad():
                 kept = param.view(-1)[5].clone()
                 param.view(-1)[5] = value
         try:
-            refuse_bad_weights(trainable.policy, what="the actor's weights", consequence="nothing is done", limit=limit)
+            refuse_bad_weights(trainable.model, what="the actor's weights", consequence="nothing is done", limit=limit)
         except NonFiniteError as error:
             said.append(str(error))
         if rank == world - 1:
@@ -260,5 +260,5 @@ def _huge(rank: int, world: int, folder: str) -> tuple[list[bool], bool]:
     for number in range(4):
         micros = my_micro_batches(_batch(number), actor, rank, world)
         updated.append(step.train_step(trainable, micros, _loss, 1.0)[0].updated)
-    weights = [tensor for _, tensor in convert.export_hf(trainable.policy)]
+    weights = [tensor for _, tensor in convert.export_hf(trainable.model)]
     return updated, all(bool(torch.isfinite(tensor).all()) for tensor in weights)

@@ -31,7 +31,7 @@ def _logprobs(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
     found: list[torch.Tensor] = []
     for folder in folders:
-        policy = build.build_policy(read_model_shape(folder), actor, "float32", torch.device("cpu"))
+        policy = build.build_model(read_model_shape(folder), actor, "float32", torch.device("cpu"))
         convert.load_hf(policy, SafetensorsSource(folder))
         (result,) = step.forward_logprobs(policy, [random_batch(0, (40, 9, 17), VOCAB)], 1.0)
         found.append(result["logprobs"])

@@ -46,12 +46,12 @@ def _steps(trainable: Any, actor: Any, rank: int, world: int, between: Any) -> l
 
 
 def _weights(trainable: Any) -> list[torch.Tensor]:
-    return [p.detach().clone() for chunk in trainable.policy.chunks for p in chunk.parameters()]
+    return [p.detach().clone() for chunk in trainable.model.chunks for p in chunk.parameters()]
 
 
 def _sizes(trainable: Any) -> dict[str, int]:
     """Bytes that are there now, counted apart from the code under test: params, grads."""
-    params = [p for chunk in trainable.policy.chunks for p in chunk.parameters()]
+    params = [p for chunk in trainable.model.chunks for p in chunk.parameters()]
     kinds = {"params": params, "grads": [p.main_grad for p in params]}
     storages = {kind: {t.untyped_storage()._cdata: t.untyped_storage() for t in of} for kind, of in kinds.items()}
     return {kind: sum(s.nbytes() for s in of.values()) for kind, of in storages.items()}
@@ -70,13 +70,13 @@ def _run(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str,
 
     def away_and_back() -> None:
         before = _sizes(trainable)
-        grads = [p.main_grad.clone() for chunk in trainable.policy.chunks for p in chunk.parameters()]
+        grads = [p.main_grad.clone() for chunk in trainable.model.chunks for p in chunk.parameters()]
         report = offload.to_host()
         assert offload.to_host() == OffloadReport(), "it is away already"
         seen.append((before, _sizes(trainable), report))
         offload.to_device()
         assert offload.to_device() == OffloadReport(), "it is back already"
-        again = [p.main_grad for chunk in trainable.policy.chunks for p in chunk.parameters()]
+        again = [p.main_grad for chunk in trainable.model.chunks for p in chunk.parameters()]
         assert _sizes(trainable) == before and all(map(torch.equal, grads, again))
 
     found = _steps(trainable, actor, rank, world, away_and_back), _weights(trainable)
@@ -165,4 +165,4 @@ def _forget_grads(rank: int, world: int, folder: str) -> bool:
         offload.to_device()
 
     _steps(trainable, actor, rank, world, away_and_back)
-    return all(not p.main_grad.any() for chunk in trainable.policy.chunks for p in chunk.parameters())
+    return all(not p.main_grad.any() for chunk in trainable.model.chunks for p in chunk.parameters())

@@ -19,21 +19,21 @@ Weights = dict[str, torch.Tensor]
 
 def _raw(trainable: Any) -> Weights:
     """This rank's memory as it is."""
-    named = [pair for chunk in trainable.policy.chunks for pair in chunk.named_parameters()]
+    named = [pair for chunk in trainable.model.chunks for pair in chunk.named_parameters()]
     return {name: param.detach().clone() for name, param in named}
 
 
 def _exported(trainable: Any) -> Weights:
     from megatron_rl.mcore import convert
 
-    return {name: tensor.clone() for name, tensor in convert.export_hf(trainable.policy)}
+    return {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
 
 
 def _published(trainable: Any) -> Weights:
     from megatron_rl.mcore.shards import live_parameters
 
-    trainable.policy.complete_params()
-    return {name: tensor.clone() for name, tensor in live_parameters(trainable.policy).items()}
+    trainable.model.complete_params()
+    return {name: tensor.clone() for name, tensor in live_parameters(trainable.model).items()}
 
 
 def _after_offload(trainable: Any) -> Weights:
@@ -60,7 +60,7 @@ def _read_after_each_step(rank: int, world: int, folder: str, layout: dict[str, 
         step.train_step(trainable, micros, nll_loss, 1.0)
         found[f"{name}, before"] = _raw(trainable)
         if read is None:
-            columns = step.forward_logprobs(trainable.policy, micros, 1.0)
+            columns = step.forward_logprobs(trainable.model, micros, 1.0)
             found[name] = {str(i): column["logprobs"] for i, column in enumerate(columns)}
         else:
             found[name] = read(trainable)

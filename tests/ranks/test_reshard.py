@@ -132,7 +132,7 @@ def _case(rank: int, world: int, folder: str, case: Case) -> list[Any]:
     from megatron_rl.reshard.publisher import ReshardPublisher
 
     actor, tp = make_actor(**case.layout), case.engine_tp
-    policy = build(folder, actor, world, case.dtypes[0]).policy
+    policy = build(folder, actor, world, case.dtypes[0]).model
     stages = actor.stages(policy.shape.num_layers)
     trainers = trainer_shards(policy.shape, FAMILIES[policy.shape.architecture], topology_of(actor, world), stages)
     engines = _engine_shards(folder, [range(first, first + tp) for first in range(0, world, tp)], case.ep)

@@ -17,7 +17,7 @@ from tests.helpers.training import build, make_actor
 def _export(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str) -> dict[str, torch.Tensor]:
     from megatron_rl.mcore import convert
 
-    policy = build(folder, make_actor(**layout), world, dtype).policy
+    policy = build(folder, make_actor(**layout), world, dtype).model
     return {name: tensor.clone() for name, tensor in convert.export_hf(policy)}
 
 
