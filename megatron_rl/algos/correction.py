@@ -6,35 +6,65 @@ p_engine of a sampled token is what importance sampling weighs it by. Letters: S
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.algos.advantages import sequence_sums
+from megatron_rl.algos.gae import Sums, alone
 
 _LOG_RATIO_CAP = 20.0
 
 
-def mismatch_metrics(train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> dict[str, float]:
-    """Same weights, same tokens, two programs: [n] log-probabilities of each -> mean, p99, max of |difference|, and KL.
+def mismatch_metrics(
+    train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, add_up: Sums = alone
+) -> dict[str, float]:
+    """Same weights, same tokens, two programs: [n] log-probabilities of each -> mean, p99, max of |difference|, and KL,
+    over the tokens of all ranks.
 
     kl is E[log p_rollout - log p_train] over sampled tokens: an estimate of KL(rollout || train), the k1 form. Tokens
     where either is not finite are counted in nonfinite_tokens, and left out of the others.
     """
-    if not train_logprobs.numel():
-        return {}
-    gap = (rollout_logprobs - train_logprobs).double()
+    gap = (rollout_logprobs - train_logprobs).float()
     finite = torch.isfinite(gap)
-    broken = {"mismatch/nonfinite_tokens": float((~finite).sum())}
-    gap = gap[finite]
-    if not gap.numel():
-        return broken
-    return broken | {
-        "mismatch/abs_mean": float(gap.abs().mean()),
-        "mismatch/abs_p99": float(gap.abs().kthvalue(max(1, int(gap.numel() * 0.99))).values),
-        "mismatch/abs_max": float(gap.abs().max()),
-        "mismatch/kl": float(gap.mean()),
+    size = gap[finite].abs()
+    total = gap[finite].double()
+    sums = add_up(torch.stack([(~finite).sum().double(), finite.sum().double(), total.abs().sum(), total.sum()]))
+    broken, count, absolute, signed = sums.tolist()
+    if not broken + count:
+        return {}
+    counts = {"mismatch/nonfinite_tokens": broken}
+    if not count:
+        return counts
+    p99, largest = order_statistics(size, [max(1, int(count * 0.99)), int(count)], add_up)
+    return counts | {
+        "mismatch/abs_mean": absolute / count,
+        "mismatch/abs_p99": p99,
+        "mismatch/abs_max": largest,
+        "mismatch/kl": signed / count,
     }
+
+
+def order_statistics(values: torch.Tensor, places: Sequence[int], add_up: Sums = alone) -> list[float]:
+    """The k-th smallest, for each k of `places` (from 1), of the values of all ranks: exact, and no value travels.
+
+    values: [n] float32, none negative or NaN: their bit patterns are then in the values' order. Three histograms of 11
+    and 10 bits are added up over ranks, each within the range that the one before leaves.
+    """
+    bits = values.float().view(torch.int32).long()
+    found: list[float] = []
+    for place in places:
+        pattern, rest, inside = 0, place, bits
+        for shift, width in ((20, 11), (10, 10), (0, 10)):
+            digits = (inside >> shift) & ((1 << width) - 1)
+            ends = add_up(torch.bincount(digits, minlength=1 << width)).cumsum(0)
+            digit = int(torch.searchsorted(ends, rest))
+            rest -= int(ends[digit - 1]) if digit else 0
+            pattern |= digit << shift
+            inside = inside[digits == digit]
+        found.append(float(torch.tensor(pattern, dtype=torch.int32).view(torch.float32)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -96,8 +126,9 @@ def correct_rollouts(
     reject_high: float,
     reject_low: float,
     veto_below: float | None,
+    add_up: Sums = alone,
 ) -> Correction:
-    """Weights and rejections from rho, all [T] columns of the global batch.
+    """Weights and rejections from rho, all [T] columns. The metrics are of the sequences of all ranks.
 
     weights: token      min(rho, high)                           token TIS, Yao et al. 2025
              sequence   min(product of rho over the sequence, high) on each of its tokens    sequence TIS
@@ -121,19 +152,38 @@ def correct_rollouts(
         rejected = (of_sequence < reject_low) | (of_sequence > reject_high)
     kept &= ~(vetoed | rejected)[segment_ids]
     found, untouched = _weights(ratios, segment_ids, weights, weight_high, weight_low)
+    sums = add_up(
+        torch.tensor(
+            [
+                float(loss_mask.sum()),
+                float((~kept & loss_mask).sum()),
+                float(rejected.sum()),
+                float(vetoed.sum()),
+                float(kept.sum()),
+                *([0.0] * 3 if found is None else _weight_sums(found, untouched, kept)),
+            ],
+            dtype=torch.float64,
+        )
+    ).tolist()
     metrics = {
-        "correction/masked_share": _share(~kept, loss_mask),
-        "correction/rejected_sequences": float(rejected.sum()),
-        "correction/vetoed_sequences": float(vetoed.sum()),
+        "correction/masked_share": sums[1] / max(sums[0], 1.0),
+        "correction/rejected_sequences": sums[2],
+        "correction/vetoed_sequences": sums[3],
     }
     if found is not None:
         metrics |= {
-            "correction/weight_mean": float(found[kept].mean()) if bool(kept.any()) else float("nan"),
-            "correction/weight_zero_share": _share(found == 0, kept),
-            "correction/weight_cut_share": _share(~untouched, kept),
+            "correction/weight_mean": sums[5] / sums[4] if sums[4] else float("nan"),
+            "correction/weight_zero_share": sums[6] / max(sums[4], 1.0),
+            "correction/weight_cut_share": sums[7] / max(sums[4], 1.0),
         }
         found = torch.where(loss_mask, found, 1.0).float()
     return Correction(found, kept, metrics)
+
+
+def _weight_sums(weights: torch.Tensor, untouched: torch.Tensor, kept: torch.Tensor) -> list[float]:
+    """Over the kept tokens: the weights, how many are 0, how many are not the ratio itself."""
+    counts = (weights[kept].sum(), ((weights == 0) & kept).sum(), (~untouched & kept).sum())
+    return [float(count) for count in counts]
 
 
 def _weights(
@@ -147,8 +197,3 @@ def _weights(
         inside = (ratio >= low) & (ratio <= high)
         return torch.where(inside, ratio, 0.0), inside
     return ratio.clamp(max=high), ratio <= high
-
-
-def _share(what: torch.Tensor, of: torch.Tensor) -> float:
-    """Tokens of `of` where `what` holds, over those of `of`."""
-    return float((what & of).sum()) / max(int(of.sum()), 1)

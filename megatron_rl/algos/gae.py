@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+Sums = Callable[[torch.Tensor], torch.Tensor]
+"""Adds sums of this rank's tokens up over the ranks that share the batch, or the sequences"""
+
+
+def alone(sums: torch.Tensor) -> torch.Tensor:
+    """The Sums of one rank: as they are."""
+    return sums
 
 
 def gae(
@@ -83,20 +93,20 @@ def length_adaptive_lam(
     return (1.0 - 1.0 / (alpha * lens).clamp(min=1e-12)).clamp(min=0.0)
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
-    """(x - mean) / (std + 1e-8) over the masked tokens, [T] float32, 0 elsewhere. The mean returns if not shift_mean.
+def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, add_up: Sums = alone) -> torch.Tensor:
+    """(x - mean) / (std + 1e-8) over the masked tokens, [T] float32, 0 elsewhere.
 
-    values: [T]. mask: [T] bool. std is the unbiased one; values that are all equal (or one alone) become 0. Give the
-    global batch, before it is split over ranks or mini-batches: the statistics are of all tokens given.
+    shift_mean: if False the mean is added back.
+    values: [T] float32. mask: [T] bool. std is the unbiased one; values that are all equal (or one alone) become 0.
+    The statistics must be those of the global batch: give all of it, or one rank's tokens with add_up, which adds
+    float64 sums over the ranks. It is called twice on every rank, also on one without masked tokens.
     """
+    # Sums of float32 numbers in float64: equal values have an exact mean, and so a deviation of exactly 0.
     picked = values[mask].double()
-    whitened = torch.zeros(len(values))
-    if not len(picked):
-        return whitened
-    # Equal values are tested as such: their deviation comes out of rounding, and division would blow it up.
-    flat = bool(picked.min() == picked.max())
-    mean = picked.mean()
-    centred = torch.zeros_like(picked) if flat else picked - mean
-    std = (centred.square().sum() / max(len(picked) - 1, 1)).sqrt()
+    count, total = add_up(torch.stack([picked.new_tensor(len(picked)), picked.sum()]))
+    mean = total / count.clamp(min=1)
+    centred = picked - mean
+    std = (add_up(centred.square().sum()) / (count - 1).clamp(min=1)).sqrt()
+    whitened = torch.zeros(len(values), device=values.device)
     whitened[mask] = (centred / (std + 1e-8) + (0.0 if shift_mean else mean)).float()
     return whitened

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.algos.gae import Sums, alone
+
 Values = dict[str, torch.Tensor]
 
 
@@ -25,11 +27,30 @@ def value_loss(
     return 0.5 * torch.maximum(free, clipped), metrics | {"vf_clip_frac": (clipped > free).float()}
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, add_up: Sums = alone) -> float:
     """1 - Var(R - V) / Var(R) over the masked tokens of [T] columns: 1 is a perfect critic, 0 a constant one.
 
     NaN where the returns do not vary.
     """
-    wanted, error = returns[mask].double(), (returns - values)[mask].double()
-    spread = float(wanted.var(correction=0)) if len(wanted) else 0.0
-    return 1.0 - float(error.var(correction=0)) / spread if spread else float("nan")
+    return value_metrics(values, returns, mask, add_up)["critic/explained_variance"]
+
+
+def value_metrics(
+    values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, add_up: Sums = alone
+) -> dict[str, float]:
+    """critic/value_mean, critic/return_mean and critic/explained_variance over the masked tokens of all ranks.
+
+    values: [T], those that the returns [T] were made with.
+    """
+    seen, wanted = values[mask].double(), returns[mask].double()
+    error = (returns - values)[mask].double()
+    sums = add_up(torch.stack([seen.new_tensor(len(seen)), seen.sum(), wanted.sum(), error.sum()]))
+    count = sums[0].clamp(min=1)
+    value_mean, return_mean, error_mean = sums[1:] / count
+    squares = torch.stack([(error - error_mean).square().sum(), (wanted - return_mean).square().sum()])
+    of_error, of_returns = add_up(squares)
+    return {
+        "critic/value_mean": float(value_mean),
+        "critic/return_mean": float(return_mean),
+        "critic/explained_variance": 1.0 - float(of_error / of_returns) if float(of_returns) else float("nan"),
+    }

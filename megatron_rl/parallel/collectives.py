@@ -19,20 +19,28 @@ def keeps_group_order() -> bool:
 
 
 def adder(group: torch.distributed.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that adds a tensor up over `group`, in place. No gradient passes through it."""
+    """A function that adds a tensor up over `group`; its result lies where the tensor does, on the CPU as well if the
+    group's backend is NCCL. The tensor may be changed. No gradient passes through it. Every rank must call with
+    the same shape.
+    """
 
     def add_up(values: torch.Tensor) -> torch.Tensor:
-        if group.size() > 1 and values.numel():
-            torch.distributed.all_reduce(values, group=group)
-        return values
+        if group.size() == 1 or not values.numel():
+            return values
+        on_device = values.to(_device())
+        torch.distributed.all_reduce(on_device, group=group)
+        return on_device.to(values.device)
 
     return add_up
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank of the default group: the same answer on all of them."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    seen = torch.tensor([float(flag)], device=device)
+    seen = torch.tensor([float(flag)], device=_device())
     torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
     return bool(seen.item())
 
@@ -52,7 +60,6 @@ def reduce_metrics(metrics: Mapping[str, Metric], group: torch.distributed.Proce
     if not metrics:
         return {}
     names = sorted(metrics)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    flat = torch.tensor([[metrics[n].total, metrics[n].count] for n in names], dtype=torch.float64, device=device)
+    flat = torch.tensor([[metrics[n].total, metrics[n].count] for n in names], dtype=torch.float64, device=_device())
     torch.distributed.all_reduce(flat, group=group)
     return {name: Metric(total, count) for name, (total, count) in zip(names, flat.tolist(), strict=True)}
