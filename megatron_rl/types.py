@@ -14,6 +14,22 @@ from typing import Any, Literal
 import torch
 
 FinishReason = Literal["stop", "length"]
+Column = Literal[
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "train_logprobs",
+    "greedy",
+    "kl",
+    "values",
+    "old_values",
+    "advantages",
+    "returns",
+    "loss_weights",
+    "critic_weights",
+    "rollout_weights",
+]
+"""What a batch on the ranks may know of each token, beside the token itself (workers/rank_batch.py)."""
 
 
 @dataclass(frozen=True)
