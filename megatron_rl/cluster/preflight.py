@@ -40,8 +40,8 @@ def package_faults(cfg: RunConfig, needs_rollout: bool) -> list[Fault]:
     needed = [("model.path", cfg.model.path, package) for package in ("torch", "megatron.core", "transformers")]
     if cfg.cluster.backend == "ray":
         needed.append(("cluster.backend", "ray", "ray"))
-    if needs_rollout and cfg.rollout.name == "vllm":
-        needed.append(("rollout.name", "vllm", "vllm"))
+    if needs_rollout and cfg.engine.package is not None:
+        needed.append(("rollout.name", cfg.rollout.name, cfg.engine.package))
     cures = dict.fromkeys(needed, _install_cure(cfg.cluster.device))
     for name in cfg.trainer.logger:
         if name != "console":

@@ -14,5 +14,3 @@ REWARD_NAMES: tuple[str, ...] = (
     *("code", "exact_match", "format", "math", "numeric", "reasoning_gym", "regex", "data_source", "default"),
 )
 """Keys of megatron_rl.rewards.REWARDS."""
-VLLM_HEAD_DIMS: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Attention head sizes that vLLM has kernels for."""

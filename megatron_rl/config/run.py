@@ -17,6 +17,7 @@ from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.sections.trainer import TrainerConfig
+from megatron_rl.engines import ENGINES, Engine
 
 
 @section
@@ -38,6 +39,11 @@ class RunConfig:
     def needs(self) -> Needs:
         """What the run's algorithm needs."""
         return ALGORITHMS[self.algorithm.name]
+
+    @property
+    def engine(self) -> Engine:
+        """The rollout engine, and what it can do."""
+        return ENGINES[self.rollout.name]
 
     @property
     def needs_reference(self) -> bool:

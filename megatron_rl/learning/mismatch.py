@@ -17,8 +17,8 @@ class MismatchGuard:
     """
 
     def __init__(self, cfg: RunConfig) -> None:
-        # The stand-in engine makes its log-probabilities up.
-        self._limit = None if cfg.rollout.name == "fake" else cfg.algorithm.max_mismatch
+        # An engine without a model makes its log-probabilities up.
+        self._limit = cfg.algorithm.max_mismatch if cfg.engine.runs_model else None
         self._steps = cfg.algorithm.max_mismatch_steps
         self.above = 0
         """Steps in a row that were above."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.engines import Engine
 from megatron_rl.models.rules import Block, LocalParam
 
 
@@ -25,18 +26,18 @@ class Sharing:
 
 
 def sharing_off(
-    *, wanted: bool, engine: str, dtypes: tuple[str, str], params_leave: bool, replaces_storage: bool = False
+    *, wanted: bool, engine: Engine, dtypes: tuple[str, str], params_leave: bool, replaces_storage: bool = False
 ) -> str | None:
     """Why nothing at all is shared; None where parameters may be.
 
-    wanted: rollout.share_weights. engine: rollout.name. dtypes: the trainer's and the engine's. params_leave: the
+    wanted: rollout.share_weights. engine: its record. dtypes: the trainer's and the engine's. params_leave: the
     trainer's weights leave the device while the engine generates. replaces_storage: the trainer does not keep its
     weights in the memory that they have at the start.
     """
     if not wanted:
         return "rollout.share_weights is off"
-    if engine != "vllm":
-        return f"the engine {engine} keeps weights of its own"
+    if not engine.shares_weights:
+        return f"the engine {engine.name} keeps weights of its own"
     if dtypes[0] != dtypes[1]:
         return f"the trainer's weights are {dtypes[0]}, the engine's {dtypes[1]}"
     if params_leave:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Protocol
 
 import torch
 
+from megatron_rl.engines import ENGINES
 from megatron_rl.errors import RolloutError
 from megatron_rl.types import FinishReason
 
@@ -156,6 +158,10 @@ def check_requests(
     max_model_len, vocab_size = settings.max_model_len, settings.vocab_size
     if weight_version < 0:
         raise RolloutError("generate before the first update of weights: the engine's are not the trainer's yet")
+    if sampling.stop and not ENGINES[settings.name].stop_texts:
+        able = " or ".join(name for name, engine in ENGINES.items() if engine.stop_texts)
+        reason = f"the engine {settings.name} sees no text"
+        raise RolloutError(f"rollout.stop: {sampling.stop} -- {reason} -- stop at a special token, or use {able}")
     for i, request in enumerate(requests):
         if not request.token_ids:
             raise RolloutError(f"request {i} has an empty prompt; a model needs at least one token to go on from")
@@ -194,26 +200,19 @@ def whole_update(
 
 
 def make_engine(settings: EngineSettings, shared: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
-    """Build the engine that settings.name says.
+    """Build the engine that settings.name says (megatron_rl/engines). Raises RolloutError if it cannot be built so.
 
     shared: engine parameter -> trainer's tensor of the same shape, dtype and device whose memory it takes
-    (reshard/alias.py says which can); vllm alone can. Their storages must stay where they are.
+    (reshard/alias.py says which can). Their storages must stay where they are.
     """
-    if settings.name == "vllm":
-        from megatron_rl.rollout.vllm_engine import VllmEngine
-
-        return VllmEngine(settings, shared or {})
-    if shared or len(settings.ranks) > 1:
-        raise RolloutError(
-            f"rollout.name {settings.name!r} runs on one rank with weights of its own; set rollout.tp=1 and "
-            "rollout.share_weights=false, or use vllm"
-        )
-    if settings.name == "hf":
-        from megatron_rl.rollout.hf_engine import HfEngine
-
-        return HfEngine(settings)
-    if settings.name == "fake":
-        from megatron_rl.rollout.fake import FakeEngine
-
-        return FakeEngine(settings)
-    raise RolloutError(f"rollout.name {settings.name!r} is not known; use vllm, hf or fake")
+    engine = ENGINES.get(settings.name)
+    if engine is None:
+        raise RolloutError(f"rollout.name: {settings.name!r} -- there is no such engine -- use {', '.join(ENGINES)}")
+    if len(settings.ranks) > 1 and not engine.multi_rank:
+        raise RolloutError(f"rollout.tp: {len(settings.ranks)} -- the engine {engine.name} runs on one rank -- set 1")
+    if shared and not engine.shares_weights:
+        reason = f"the engine {engine.name} has weights of its own"
+        raise RolloutError(f"rollout.share_weights: true -- {reason} -- set it to false")
+    module, _, name = engine.implementation.partition(":")
+    build: Callable[..., RolloutEngine] = getattr(import_module(module), name)
+    return build(settings, shared or {}) if engine.shares_weights else build(settings)

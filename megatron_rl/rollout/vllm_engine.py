@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.checks.engine_keywords import why_refused
+from megatron_rl.engines.vllm import why_refused
 from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import engine_params, live_params

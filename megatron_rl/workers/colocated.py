@@ -84,14 +84,14 @@ def start_engine(
     from megatron_rl.mcore.build import DTYPES
 
     settings = engine_settings(cfg, policy.shape, device, layout, rank)
-    if settings.name == "fake" or cfg.rollout.weight_sync == "full":
+    if cfg.engine.parameters == "none" or cfg.rollout.weight_sync == "full":
         engine = make_engine(settings)
         return engine, _full_publisher(engine, policy, DTYPES[settings.dtype], lending)
     shape = policy.shape
     family = FAMILIES[shape.architecture]
     engines = (
         engine_shards(shape, family, layout)
-        if settings.name == "vllm"
+        if cfg.engine.parameters == "fused"
         else whole_shards(shape, family, sorted(layout.ranks))
     )
     by_rank = {shard.rank: shard.params for shard in engines}
@@ -155,7 +155,7 @@ def _full_publisher(engine: RolloutEngine, policy: Model, dtype: torch.dtype, le
 def _off(cfg: RunConfig, settings: EngineSettings) -> str | None:
     return sharing_off(
         wanted=cfg.rollout.share_weights,
-        engine=settings.name,
+        engine=cfg.engine,
         dtypes=(cfg.model.dtype, settings.dtype),
         params_leave="params" in cfg.actor.offloaded,
     )

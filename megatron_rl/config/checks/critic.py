@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.checks.model import weight_files
-from megatron_rl.config.checks.run import divisors, listed
+from megatron_rl.config.checks.words import divisors, listed
 from megatron_rl.errors import Fault
 from megatron_rl.models.shape import inspect_critic, inspect_model
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.config.checks.data_paths import GIVE, data_files
-from megatron_rl.config.checks.run import divisors, listed
 from megatron_rl.config.checks.vocabulary import vocabulary_faults
-from megatron_rl.config.names import VLLM_HEAD_DIMS
+from megatron_rl.config.checks.words import divisors, listed
 from megatron_rl.errors import Fault
 from megatron_rl.models.shape import ModelShape, inspect_model
 
@@ -38,7 +37,7 @@ def eval_files(cfg: RunConfig) -> list[Fault]:
     return [Fault("data.val_files", [], reason, "give at least one file")]
 
 
-def _shape_of(cfg: RunConfig) -> ModelShape | None:
+def shape_of(cfg: RunConfig) -> ModelShape | None:
     """The model's shape; None when it cannot be read, which files.model reports."""
     return inspect_model(cfg.model.path)[0]
 
@@ -100,7 +99,7 @@ def tokenizer(cfg: RunConfig) -> list[Fault]:
 
 def vocabulary(cfg: RunConfig) -> list[Fault]:
     """The tokenizer's tokens are tokens of the model."""
-    shape, own = _shape_of(cfg), cfg.model.tokenizer_path
+    shape, own = shape_of(cfg), cfg.model.tokenizer_path
     if shape is None:
         return []
     key = "model.path" if own is None else "model.tokenizer_path"
@@ -115,7 +114,7 @@ def reference(cfg: RunConfig) -> list[Fault]:
     shape, faults = inspect_model(path, "ref.path")
     if shape is None:
         return faults
-    actor = _shape_of(cfg)
+    actor = shape_of(cfg)
     if actor is not None:
         # The worker builds the reference from the actor's config.json: any difference would be lost.
         ours, theirs = dataclasses.asdict(actor), dataclasses.asdict(shape)
@@ -129,7 +128,7 @@ def reference(cfg: RunConfig) -> list[Fault]:
 
 def tensor_parallel(cfg: RunConfig) -> list[Fault]:
     """Tensor-parallel ranks get equal parts of the model."""
-    shape = _shape_of(cfg)
+    shape = shape_of(cfg)
     tp = cfg.actor.tp
     if shape is None:
         return []
@@ -143,25 +142,9 @@ def tensor_parallel(cfg: RunConfig) -> list[Fault]:
     return [Fault("actor.tp", tp, reason, f"use {listed(shape.tp_choices())}")]
 
 
-def engine_parallel(cfg: RunConfig) -> list[Fault]:
-    """An engine's ranks get parts of the model as vLLM makes them."""
-    shape = _shape_of(cfg)
-    tp = cfg.rollout.tp
-    if shape is None or not cfg.needs.rollouts or cfg.rollout.name != "vllm" or cfg.world_size % tp:
-        return []
-    fitting = shape.engine_tp_choices()
-    if tp in fitting:
-        return []
-    reason = (
-        f"vLLM cannot split {cfg.model.path} so: {shape.num_heads} heads, {shape.num_kv_heads} KV heads (a multiple or "
-        f"a divisor of tp), an inner size of {shape.ffn_size}, and {shape.vocab_size} tokens padded to a multiple of 64"
-    )
-    return [Fault("rollout.tp", tp, reason, f"use {listed(fitting)}")]
-
-
 def experts(cfg: RunConfig) -> list[Fault]:
     """Expert-parallel ranks get equal parts of the experts, and tensor-parallel ranks different tokens for them."""
-    shape, actor = _shape_of(cfg), cfg.actor
+    shape, actor = shape_of(cfg), cfg.actor
     if shape is None:
         return []
     if not shape.num_experts:
@@ -186,7 +169,7 @@ def experts(cfg: RunConfig) -> list[Fault]:
 
 def pipeline_stages(cfg: RunConfig) -> list[Fault]:
     """The layers can be placed on the stages and their chunks."""
-    shape, actor = _shape_of(cfg), cfg.actor
+    shape, actor = shape_of(cfg), cfg.actor
     if shape is None:
         return []
     try:
@@ -200,25 +183,9 @@ def pipeline_stages(cfg: RunConfig) -> list[Fault]:
     return []
 
 
-def head_dim(cfg: RunConfig) -> list[Fault]:
-    """vLLM has attention kernels for the model's heads, and reads their size."""
-    shape = _shape_of(cfg)
-    if shape is None or not cfg.needs.rollouts or cfg.rollout.name != "vllm":
-        return []
-    share = shape.hidden_size // shape.num_heads
-    if shape.architecture == "Qwen2ForCausalLM" and shape.head_dim != share:
-        reason = f"vLLM takes hidden_size / num_attention_heads {share} for Qwen2, not head_dim {shape.head_dim}"
-        return [Fault("model.path", cfg.model.path, reason, "use another model, or rollout.name=hf")]
-    if shape.head_dim in VLLM_HEAD_DIMS:
-        return []
-    reason = f"vLLM has no attention kernels for head_dim {shape.head_dim}"
-    cure = f"use a model with head_dim {listed(list(VLLM_HEAD_DIMS))}, or rollout.name=hf"
-    return [Fault("model.path", cfg.model.path, reason, cure)]
-
-
 def positions(cfg: RunConfig) -> list[Fault]:
     """The longest sequence lies within the positions that the model knows."""
-    shape, longest = _shape_of(cfg), cfg.max_sequence_length
+    shape, longest = shape_of(cfg), cfg.max_sequence_length
     if shape is None or longest <= shape.max_position_embeddings:
         return []
     prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
@@ -228,19 +195,3 @@ def positions(cfg: RunConfig) -> list[Fault]:
     )
     cure = f"make the two sum to at most {shape.max_position_embeddings}"
     return [Fault("data.max_response_length", response, reason, cure)]
-
-
-def engine_positions(cfg: RunConfig) -> list[Fault]:
-    """The engine is not asked for more positions than the model knows."""
-    shape, longest = _shape_of(cfg), cfg.rollout.max_model_len
-    if shape is None or longest is None or not cfg.needs.rollouts or longest <= shape.max_position_embeddings:
-        return []
-    reason = f"the model knows {shape.max_position_embeddings} positions (max_position_embeddings)"
-    return [
-        Fault(
-            "rollout.max_model_len",
-            longest,
-            reason,
-            f"use at most {shape.max_position_embeddings}, or leave it out",
-        )
-    ]

@@ -23,9 +23,10 @@ from megatron_rl.config.checks.reward_terms import (
     parse_reward,
     rewards_in,
 )
-from megatron_rl.config.checks.run import unknown_name
+from megatron_rl.config.checks.words import unknown_name
 from megatron_rl.config.names import REWARD_NAMES
 from megatron_rl.config.sections.reward import JudgeConfig, RewardConfig, RewardModelConfig
+from megatron_rl.engines import ENGINES, OPTIONAL_SETTINGS
 from megatron_rl.errors import Fault
 from megatron_rl.models.shape import inspect_model
 
@@ -218,9 +219,11 @@ def unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         elif cfg.cluster.backend == "inline":
             idle = ("num_workers", "num_cpus", "own_gpu")
             yield from ((f"reward.{name}.{key}", "cluster.backend is inline") for key in idle)
-    if plan.uses("judge") and reward.judge.engine != "vllm":
-        idle = ("gpu_memory_utilization", "kv_cache_gb", "max_num_seqs")
-        yield from ((f"reward.judge.{key}", "only vLLM reads it") for key in idle)
+    if plan.uses("judge"):
+        engine = ENGINES[reward.judge.engine]
+        idle = {field.name for field in dataclasses.fields(reward.judge)}.intersection(OPTIONAL_SETTINGS)
+        why = f"the engine {engine.name} does not read it"
+        yield from ((f"reward.judge.{key}", why) for key in sorted(idle - engine.settings))
 
 
 def _folder_faults(key: str, path: str | None, used: bool) -> Iterator[Fault]:

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES, VALUE_ESTIMATORS
+from megatron_rl.config.checks.words import divisors, listed, longest_sequence, ranks
 from megatron_rl.config.sections.data import RESERVED_KEYWORDS
 from megatron_rl.errors import Fault
 
 if TYPE_CHECKING:
     from megatron_rl.config.run import RunConfig
-
-
-def divisors(number: int) -> list[int]:
-    """Whole numbers that divide `number`, ascending."""
-    return [part for part in range(1, number + 1) if number % part == 0]
-
-
-def listed(values: list[int]) -> str:
-    """[1, 2, 4] as "1, 2 or 4"."""
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def unknown_name(key: str, value: str, names: tuple[str, ...]) -> Fault:
-    """The fault of a name that is none of `names`."""
-    close = difflib.get_close_matches(value, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return Fault(key, value, "there is no such name", f"{hint}known: {', '.join(names)}")
 
 
 def virtual_pipeline(cfg: RunConfig) -> list[Fault]:
@@ -70,7 +51,7 @@ def expert_layout(cfg: RunConfig) -> list[Fault]:
     parts = actor.expert_tp * actor.ep * actor.pp
     if world % parts == 0:
         return []
-    reason = f"etp * ep * pp = {actor.expert_tp} * {actor.ep} * {actor.pp} = {parts} does not divide the {_ranks(cfg)}"
+    reason = f"etp * ep * pp = {actor.expert_tp} * {actor.ep} * {actor.pp} = {parts} does not divide the {ranks(cfg)}"
     cure = f"make etp * ep * pp one of {listed(divisors(world))}, or the number of ranks a multiple of {parts}"
     return [Fault("actor.ep", actor.ep, reason, cure)]
 
@@ -80,29 +61,10 @@ def actor_layout(cfg: RunConfig) -> list[Fault]:
     world, parts = cfg.world_size, cfg.model_parallel_size
     if world % parts == 0:
         return []
-    reason = f"tp * pp * cp = {parts} does not divide the {_ranks(cfg)}"
+    reason = f"tp * pp * cp = {parts} does not divide the {ranks(cfg)}"
     fitting = listed(divisors(world))
     cure = f"make tp * pp * cp one of {fitting}, or the number of ranks a multiple of {parts}"
     return [Fault("actor.tp", cfg.actor.tp, reason, cure)]
-
-
-def _ranks(cfg: RunConfig) -> str:
-    nnodes, per_node = cfg.cluster.nnodes, cfg.cluster.n_gpus_per_node
-    return f"{nnodes * per_node} ranks (cluster.nnodes {nnodes} * cluster.n_gpus_per_node {per_node})"
-
-
-def engine_layout(cfg: RunConfig) -> list[Fault]:
-    """Engines of tp ranks each, on all ranks of the actor; only vLLM's span several."""
-    tp, name = cfg.rollout.tp, cfg.rollout.name
-    if not cfg.needs.rollouts or tp == 1:
-        return []
-    cure = "set rollout.tp=1: each rank then has an engine of its own"
-    if name != "vllm":
-        return [Fault("rollout.tp", tp, f"the engine {name} runs on one rank", f"{cure}; or use rollout.name=vllm")]
-    if cfg.world_size % tp == 0:
-        return []
-    reason = f"does not divide the {_ranks(cfg)}: engines and actor share all ranks"
-    return [Fault("rollout.tp", tp, reason, f"use {listed(divisors(cfg.world_size))}")]
 
 
 def template_keywords(cfg: RunConfig) -> list[Fault]:
@@ -125,17 +87,11 @@ def template_keywords(cfg: RunConfig) -> list[Fault]:
     ]
 
 
-def stop_texts(cfg: RunConfig) -> list[Fault]:
-    """An empty text would end every response at once, or be an error of the engine's."""
-    reason = "holds an empty text, which stands in every response"
-    return [Fault("rollout.stop", cfg.rollout.stop, reason, "take it out")] if "" in cfg.rollout.stop else []
-
-
 def inline_backend(cfg: RunConfig) -> list[Fault]:
     """The inline backend has one rank."""
     if cfg.cluster.backend != "inline" or cfg.world_size == 1:
         return []
-    reason = f"runs one rank in this process, and there are {_ranks(cfg)}"
+    reason = f"runs one rank in this process, and there are {ranks(cfg)}"
     cure = "set cluster.backend=ray, or cluster.nnodes=1 and cluster.n_gpus_per_node=1"
     return [Fault("cluster.backend", "inline", reason, cure)]
 
@@ -225,13 +181,6 @@ def ranks_have_work(cfg: RunConfig) -> list[Fault]:
     return [Fault(key, cfg.mini_batch_size, reason, cure)]
 
 
-def _longest(cfg: RunConfig) -> str:
-    data = cfg.data
-    return f"{cfg.max_sequence_length} (data.max_prompt_length {data.max_prompt_length} + " + (
-        f"data.max_response_length {data.max_response_length})"
-    )
-
-
 def token_budget(cfg: RunConfig) -> list[Fault]:
     """The longest sequence fits into one forward pass."""
     cp = cfg.actor.cp
@@ -240,31 +189,9 @@ def token_budget(cfg: RunConfig) -> list[Fault]:
     if cfg.actor.max_tokens_per_gpu >= needed:
         return []
     share = "" if cp == 1 else f" (a rank holds 1 / {cp} of it, actor.cp)"
-    reason = f"is less than the longest sequence, {_longest(cfg)}{share}, which must fit into one forward pass"
+    reason = f"is less than the longest sequence, {longest_sequence(cfg)}{share}, which must fit into one forward pass"
     cure = f"raise it to at least {needed}, or lower the lengths"
     return [Fault("actor.max_tokens_per_gpu", cfg.actor.max_tokens_per_gpu, reason, cure)]
-
-
-def engine_length(cfg: RunConfig) -> list[Fault]:
-    """The engine cuts no response short."""
-    longest = cfg.rollout.max_model_len
-    if not cfg.needs.rollouts or longest is None or longest >= cfg.max_sequence_length:
-        return []
-    reason = f"the engine would cut responses: the longest sequence is {_longest(cfg)}"
-    cure = f"leave it out, raise it to at least {cfg.max_sequence_length}, or lower the lengths"
-    return [Fault("rollout.max_model_len", longest, reason, cure)]
-
-
-def adv_estimator(cfg: RunConfig) -> list[Fault]:
-    """The advantage estimator exists."""
-    name, known = cfg.algorithm.adv_estimator, (*ADV_ESTIMATORS, *VALUE_ESTIMATORS)
-    return [] if name in known else [unknown_name("algorithm.adv_estimator", name, known)]
-
-
-def loss_mode(cfg: RunConfig) -> list[Fault]:
-    """The policy loss exists."""
-    name = cfg.actor.loss_mode
-    return [] if name in LOSS_MODES else [unknown_name("actor.loss_mode", name, LOSS_MODES)]
 
 
 def _resampled(key: str, value: object, neutral: object) -> Fault:

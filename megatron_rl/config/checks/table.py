@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.config.checks import algorithm, critic, folders, model, reward, run
-from megatron_rl.config.checks.engine_keywords import engine_keywords
+from megatron_rl.config.checks import algorithm, critic, engine, folders, model, reward, run
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
 
@@ -68,9 +67,9 @@ CHECKS: tuple[Check, ...] = (
     Check(_CRITIC_SIZES, critic.critic_sizes),
     Check(("algorithm.name", "trainer.critic_warmup", "trainer.total_training_steps"), critic.critic_warmup),
     Check((*_WORLD, *_MODEL_PARALLEL), run.actor_layout),
-    Check((*_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), run.engine_layout),
-    Check(("rollout.engine_kwargs", "rollout.name"), engine_keywords),
-    Check(("rollout.stop",), run.stop_texts),
+    Check((*_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), engine.engine_layout),
+    Check(("rollout.engine_kwargs", "rollout.name"), engine.engine_keywords),
+    Check(("rollout.stop",), engine.stop_texts),
     Check(
         tuple(f"{section}.apply_chat_template_kwargs" for section in ("data", "reward.model", "reward.judge")),
         run.template_keywords,
@@ -86,7 +85,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_BATCH, run.mini_batches),
     Check((*_BATCH, *_WORLD, *_MODEL_PARALLEL, "rollout.n"), run.ranks_have_work),
     Check((*_LENGTHS, "actor.max_tokens_per_gpu", "actor.cp"), run.token_budget),
-    Check((*_LENGTHS, "algorithm.name", "rollout.max_model_len"), run.engine_length),
+    Check((*_LENGTHS, "algorithm.name", "rollout.max_model_len"), engine.engine_length),
     Check(
         ("algorithm.name", "algorithm.adv_estimator", "rollout.n", *_GROUP_FILTERS),
         algorithm.group_size,
@@ -97,8 +96,6 @@ CHECKS: tuple[Check, ...] = (
         algorithm.overlong_buffer,
     ),
     Check(("algorithm.name", *_CORRECTION), algorithm.rollout_correction),
-    Check(("algorithm.adv_estimator",), run.adv_estimator),
-    Check(("actor.loss_mode",), run.loss_mode),
     Check(("algorithm.name", "rollout.top_p"), run.top_p),
     Check(("algorithm.name", "rollout.top_k"), run.top_k),
     Check(
@@ -127,13 +124,13 @@ CHECKS: tuple[Check, ...] = (
     Check(("model.path", "model.tokenizer_path"), model.vocabulary),
     Check((*_KL, "ref.path"), model.reference),
     Check(("model.path", "actor.tp"), model.tensor_parallel),
-    Check(("model.path", *_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), model.engine_parallel),
+    Check(("model.path", *_WORLD, "algorithm.name", "rollout.name", "rollout.tp"), engine.engine_parallel),
     Check(("model.path", "actor.tp", "actor.ep", "actor.etp", "actor.sequence_parallel"), model.experts),
     Check(("model.path", "actor.vpp", *_STAGES), model.pipeline_stages),
-    Check(("model.path", "algorithm.name", "rollout.name"), model.head_dim),
+    Check(("model.path", "algorithm.name", "rollout.name"), engine.head_dim),
     Check(("trainer.default_local_dir", "trainer.experiment_name"), folders.run_folder, ("train", "eval")),
     Check(("model.path", *_LENGTHS), model.positions, ("train", "eval")),
-    Check(("model.path", "algorithm.name", "rollout.max_model_len"), model.engine_positions, ("train", "eval")),
+    Check(("model.path", "algorithm.name", "rollout.max_model_len"), engine.engine_positions, ("train", "eval")),
 )
 
 

@@ -12,6 +12,7 @@ from megatron_rl.config.checks import reward as reward_checks
 from megatron_rl.config.load import run_schema, to_dict, value_of
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.text.reader import NoEffect
+from megatron_rl.engines import OPTIONAL_SETTINGS
 
 _OF_ROLLOUTS = (
     "actor.ppo_mini_batch_size",
@@ -54,7 +55,6 @@ _OF_CRITIC = (
     "trainer.critic_warmup",
 )
 _CRITICS_UPDATE = ("loss_agg_mode", "param_offload", "grad_offload", "optimizer_offload")
-_VLLM_ONLY = ("gpu_memory_utilization", "kv_cache_gb", "max_num_batched_tokens", "enforce_eager", "share_weights")
 
 
 def idle_settings(cfg: RunConfig) -> list[NoEffect]:
@@ -95,13 +95,14 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unread_of_rollout(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    rollout = cfg.rollout
-    if rollout.name != "vllm":
-        yield from ((key, "only vLLM reads it") for key in _VLLM_ONLY)
-    if rollout.name == "fake":
-        yield "weight_sync", "the engine fake has no weights"
+    rollout, engine = cfg.rollout, cfg.engine
+    unread = [key for key in OPTIONAL_SETTINGS if key not in engine.settings]
+    unread += [] if engine.shares_weights else ["share_weights"]
+    yield from ((key, f"the engine {engine.name} does not read it") for key in unread)
+    if engine.parameters == "none":
+        yield "weight_sync", f"the engine {engine.name} has no weights"
     if rollout.weight_sync == "full":
-        keys = ("share_weights", "sync_bucket_mb") if rollout.name == "vllm" else ("sync_bucket_mb",)
+        keys = ("share_weights", "sync_bucket_mb") if engine.shares_weights else ("sync_bucket_mb",)
         yield from ((key, "rollout.weight_sync is full") for key in keys)
     elif cfg.world_size == 1:
         yield "sync_bucket_mb", "one rank: no weights go from rank to rank"

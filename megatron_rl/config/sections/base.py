@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic_core.core_schema import CoreSchema, literal_schema
 
 SectionT = TypeVar("SectionT")
 
@@ -21,9 +22,12 @@ def _one_as_list(value: object) -> object:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Mark of a text key whose choices are the names of functions; the check of that key refuses other names."""
+    """The choices of a text key, where a table holds them: `Literal` of names that are known at run time."""
 
     names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return literal_schema(list(self.names))
 
 
 OneOrMany = BeforeValidator(_one_as_list)

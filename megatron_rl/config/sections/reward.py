@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megatron_rl.config.sections.base import UserPath, section
+from megatron_rl.config.sections.base import OneOf, UserPath, section
+from megatron_rl.engines import ENGINES
+
+JUDGE_ENGINES = tuple(name for name, engine in ENGINES.items() if engine.runs_model)
 
 DEFAULT_JUDGE_TEMPLATE = """You are a strict grader. Read a question and an answer to it.
 
@@ -64,8 +67,8 @@ class RewardModelConfig(RewardWorkerConfig):
 class JudgeConfig(RewardWorkerConfig):
     """A language model that writes a score: the reward `judge`."""
 
-    engine: Literal["vllm", "hf"] = "vllm"
-    """What runs it: vllm, or transformers (slow)."""
+    engine: Annotated[str, OneOf(JUDGE_ENGINES)] = "vllm"
+    """Engine that runs it: vllm, or hf (transformers: slow)."""
     template: str = DEFAULT_JUDGE_TEMPLATE
     """What the judge is asked, as a user message; {prompt}, {response} and {ground_truth} are filled in."""
     score_pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)"

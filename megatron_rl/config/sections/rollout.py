@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megatron_rl.config.sections.base import section
+from megatron_rl.config.sections.base import OneOf, section
+from megatron_rl.engines import ENGINES
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -27,8 +28,8 @@ class ValSamplingConfig:
 
 @section
 class RolloutConfig:
-    name: Literal["vllm", "hf", "fake"] = "vllm"
-    """Engine: vllm, transformers' generate (slow, for comparison), or a deterministic stand-in for tests."""
+    name: Annotated[str, OneOf(tuple(ENGINES))] = "vllm"
+    """Engine: vllm, hf (transformers: slow, for comparison), or fake (deterministic, without a model, for tests)."""
     n: PositiveInt = 8
     """Samples per prompt."""
     temperature: PositiveFloat = 1.0

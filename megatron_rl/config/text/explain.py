@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args, get_origin
 
+from megatron_rl.config.sections.base import OneOf
 from megatron_rl.config.text.schema import Key, Schema
 from megatron_rl.errors import Fault
 
@@ -137,6 +138,8 @@ def _choice_fault(key: Key, shown: str, value: object) -> Fault:
 
 
 def _choices(annotation: Any) -> list[Any]:
+    if isinstance(annotation, OneOf):
+        return list(annotation.names)
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.checks.engine_keywords import SPEED, why_refused
 from megatron_rl.config.load import run_schema
+from megatron_rl.engines.vllm import SPEED, why_refused
 from tests.helpers.config import faults as faults_of
 from tests.helpers.config import load, only_fault
 

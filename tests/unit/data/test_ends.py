@@ -291,7 +291,7 @@ def test_the_fake_engine_refuses_what_it_cannot_see(tmp_path: Path):
     engine = FakeEngine(engine_settings(base_folder(tmp_path / "model"), "fake", needs_text=True))
     engine.update_weights({}.items(), 0)
     assert engine.generate([Request((1,))], Sampling(1, 1.0, 1.0, -1, 4, (0,)))
-    with pytest.raises(RolloutError, match="the fake engine sees no text; stop at a special token, or use vllm or hf"):
+    with pytest.raises(RolloutError, match="the engine fake sees no text -- stop at a special token, or use hf"):
         engine.generate([Request((1,))], Sampling(1, 1.0, 1.0, -1, 4, (0,), ("9",)))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron_rl.engines import ENGINES
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import engine_params
 from megatron_rl.models.rules import megatron_params
@@ -106,7 +107,7 @@ def test_reasons_to_share_nothing() -> None:
     def off(**changes: object) -> str | None:
         values: dict[str, object] = {
             "wanted": True,
-            "engine": "vllm",
+            "engine": ENGINES["vllm"],
             "dtypes": ("bfloat16", "bfloat16"),
             "params_leave": False,
         }
@@ -114,7 +115,7 @@ def test_reasons_to_share_nothing() -> None:
 
     assert off() is None
     assert "rollout.share_weights is off" in str(off(wanted=False))
-    assert "engine hf keeps" in str(off(engine="hf"))
+    assert "engine hf keeps" in str(off(engine=ENGINES["hf"]))
     assert "are float32, the engine's bfloat16" in str(off(dtypes=("float32", "bfloat16")))
     assert "actor.param_offload" in str(off(params_leave=True))
     needed = list(engine_params(SHAPE, FAMILIES[SHAPE.architecture], tp=1, tp_rank=0))

@@ -1,17 +1,12 @@
-"""Which keywords rollout.engine_kwargs may give the engine: those that change speed and memory, and nothing else.
+"""vLLM in the worker's own process.
 
-An allow-list: what an engine computes is set by this project's own keys or by the model, and a keyword of a vLLM to
-come is refused until somebody has looked at what it does.
+Its keywords are an allow-list: what an engine computes is set by this project's own keys or by the model, and a keyword
+of a later vLLM is refused until somebody has looked at what it does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_rl.errors import Fault
-
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
+from megatron_rl.engines.record import OPTIONAL_SETTINGS, Engine
 
 SPEED = frozenset({
     # how sequences are scheduled and memory is laid out
@@ -85,15 +80,15 @@ def why_refused(keyword: str) -> tuple[str, str] | None:
     )
 
 
-def engine_keywords(cfg: RunConfig) -> list[Fault]:
-    """Every keyword is known to leave samples and log-probabilities what they mean; only vLLM takes any."""
-    given = cfg.rollout.engine_kwargs
-    if given and cfg.rollout.name != "vllm":
-        reason = f"has no effect: the engine {cfg.rollout.name} takes no keywords"
-        return [Fault("rollout.engine_kwargs", given, reason, "remove it, or use rollout.name=vllm")]
-    faults: list[Fault] = []
-    for keyword, value in given.items():
-        refused = why_refused(keyword)
-        if refused:
-            faults.append(Fault(f"rollout.engine_kwargs.{keyword}", value, *refused))
-    return faults
+ENGINE = Engine(
+    name="vllm",
+    implementation="megatron_rl.rollout.vllm_engine:VllmEngine",
+    parameters="fused",
+    package="vllm",
+    multi_rank=True,
+    shares_weights=True,
+    settings=frozenset(OPTIONAL_SETTINGS),
+    refuse_keyword=why_refused,
+    head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    derives_head_dim=frozenset({"Qwen2ForCausalLM"}),
+)

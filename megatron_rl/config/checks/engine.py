@@ -1,0 +1,119 @@
+"""Checks of the rollout engine: its ranks, what it is asked for, and the model that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.checks.model import shape_of
+from megatron_rl.config.checks.words import divisors, listed, longest_sequence, ranks
+from megatron_rl.engines import ENGINES, Engine
+from megatron_rl.errors import Fault
+from megatron_rl.models.engine import VOCAB_PADDING
+
+if TYPE_CHECKING:
+    from megatron_rl.config.run import RunConfig
+
+
+def _engines(can: Callable[[Engine], bool]) -> str:
+    """The setting that chooses an engine with a capability, for a cure."""
+    return f"rollout.name={' or '.join(name for name, engine in ENGINES.items() if can(engine))}"
+
+
+def engine_layout(cfg: RunConfig) -> list[Fault]:
+    """Engines of tp ranks each, on all ranks of the actor."""
+    tp, name = cfg.rollout.tp, cfg.rollout.name
+    if not cfg.needs.rollouts or tp == 1:
+        return []
+    cure = "set rollout.tp=1: each rank then has an engine of its own"
+    if not cfg.engine.multi_rank:
+        others = _engines(lambda engine: engine.multi_rank)
+        return [Fault("rollout.tp", tp, f"the engine {name} runs on one rank", f"{cure}; or use {others}")]
+    if cfg.world_size % tp == 0:
+        return []
+    reason = f"does not divide the {ranks(cfg)}: engines and actor share all ranks"
+    return [Fault("rollout.tp", tp, reason, f"use {listed(divisors(cfg.world_size))}")]
+
+
+def stop_texts(cfg: RunConfig) -> list[Fault]:
+    """An empty text would end every response at once, or be an error of the engine's."""
+    reason = "holds an empty text, which stands in every response"
+    return [Fault("rollout.stop", cfg.rollout.stop, reason, "take it out")] if "" in cfg.rollout.stop else []
+
+
+def engine_length(cfg: RunConfig) -> list[Fault]:
+    """The engine cuts no response short."""
+    longest = cfg.rollout.max_model_len
+    if not cfg.needs.rollouts or longest is None or longest >= cfg.max_sequence_length:
+        return []
+    reason = f"the engine would cut responses: the longest sequence is {longest_sequence(cfg)}"
+    cure = f"leave it out, raise it to at least {cfg.max_sequence_length}, or lower the lengths"
+    return [Fault("rollout.max_model_len", longest, reason, cure)]
+
+
+def engine_keywords(cfg: RunConfig) -> list[Fault]:
+    """Every keyword is known to leave samples and log-probabilities what they mean."""
+    given, refuse = cfg.rollout.engine_kwargs, cfg.engine.refuse_keyword
+    if given and refuse is None:
+        others = _engines(lambda engine: engine.refuse_keyword is not None)
+        reason = f"has no effect: the engine {cfg.rollout.name} takes no keywords"
+        return [Fault("rollout.engine_kwargs", given, reason, f"remove it, or use {others}")]
+    faults: list[Fault] = []
+    for keyword, value in given.items():
+        refused = refuse(keyword) if refuse else None
+        if refused:
+            faults.append(Fault(f"rollout.engine_kwargs.{keyword}", value, *refused))
+    return faults
+
+
+def engine_parallel(cfg: RunConfig) -> list[Fault]:
+    """An engine that fuses and pads parameters can split the model over its ranks."""
+    shape = shape_of(cfg)
+    tp = cfg.rollout.tp
+    if shape is None or not cfg.needs.rollouts or cfg.engine.parameters != "fused" or cfg.world_size % tp:
+        return []
+    fitting = shape.engine_tp_choices()
+    if tp in fitting:
+        return []
+    reason = (
+        f"the engine {cfg.rollout.name} cannot split {cfg.model.path} so: {shape.num_heads} heads, "
+        f"{shape.num_kv_heads} KV heads (a multiple or a divisor of tp), an inner size of {shape.ffn_size}, and "
+        f"{shape.vocab_size} tokens padded to a multiple of {VOCAB_PADDING}"
+    )
+    return [Fault("rollout.tp", tp, reason, f"use {listed(fitting)}")]
+
+
+def head_dim(cfg: RunConfig) -> list[Fault]:
+    """The engine has attention kernels for the model's heads, and reads their size."""
+    shape, engine = shape_of(cfg), cfg.engine
+    if shape is None or not cfg.needs.rollouts:
+        return []
+    other = _engines(lambda other: other.runs_model and other.head_dims is None)
+    share = shape.hidden_size // shape.num_heads
+    if shape.architecture in engine.derives_head_dim and shape.head_dim != share:
+        reason = (
+            f"for {shape.architecture} the engine {engine.name} takes hidden_size / num_attention_heads {share}, not "
+            f"head_dim {shape.head_dim}"
+        )
+        return [Fault("model.path", cfg.model.path, reason, f"use another model, or {other}")]
+    if engine.head_dims is None or shape.head_dim in engine.head_dims:
+        return []
+    reason = f"the engine {engine.name} has no attention kernels for head_dim {shape.head_dim}"
+    cure = f"use a model with head_dim {listed(list(engine.head_dims))}, or {other}"
+    return [Fault("model.path", cfg.model.path, reason, cure)]
+
+
+def engine_positions(cfg: RunConfig) -> list[Fault]:
+    """The engine is not asked for more positions than the model knows."""
+    shape, longest = shape_of(cfg), cfg.rollout.max_model_len
+    if shape is None or longest is None or not cfg.needs.rollouts or longest <= shape.max_position_embeddings:
+        return []
+    reason = f"the model knows {shape.max_position_embeddings} positions (max_position_embeddings)"
+    return [
+        Fault(
+            "rollout.max_model_len",
+            longest,
+            reason,
+            f"use at most {shape.max_position_embeddings}, or leave it out",
+        )
+    ]

@@ -1,0 +1,56 @@
+"""What a rollout engine can do, as data: whatever depends on the engine reads this record, and never its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Refusal = tuple[str, str]
+"""(reason, cure)"""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rollout engine. A file of megatron_rl/engines holds one as `ENGINE`; the listing of the folder finds it."""
+
+    name: str
+    """The value of rollout.name that chooses it."""
+    implementation: str
+    """`module:Class` of the megatron_rl.rollout.engine.RolloutEngine. It is built from EngineSettings; an engine that
+    shares weights gets the shared tensors as a second argument."""
+    parameters: Literal["fused", "checkpoint", "none"]
+    """How it stores the model: fused and padded as vLLM does (models/engine.py), under the names of the checkpoint, or
+    not at all. An engine without parameters makes tokens and log-probabilities up: it stands in for one in tests."""
+    package: str | None = None
+    """The Python package that it needs beside torch and transformers."""
+    multi_rank: bool = False
+    """One engine can span several ranks (rollout.tp)."""
+    shares_weights: bool = False
+    """Its parameters can be the trainer's memory (rollout.share_weights)."""
+    stop_texts: bool = True
+    """It ends a response at a text (rollout.stop) that is no special token of the tokenizer."""
+    settings: frozenset[str] = frozenset()
+    """Keys of OPTIONAL_SETTINGS that have an effect on it."""
+    refuse_keyword: Callable[[str], Refusal | None] | None = None
+    """Why a keyword of rollout.engine_kwargs may not be given, or None if it may; None: it takes no keywords."""
+    head_dims: tuple[int, ...] | None = None
+    """Attention head sizes that it has kernels for; None: all."""
+    derives_head_dim: frozenset[str] = frozenset()
+    """Architectures for which it takes hidden_size / num_attention_heads in place of config.json's head_dim."""
+
+    @property
+    def runs_model(self) -> bool:
+        """Its log-probabilities are a model's, and can be compared with the trainer's."""
+        return self.parameters != "none"
+
+
+OPTIONAL_SETTINGS = (
+    "gpu_memory_utilization",
+    "kv_cache_gb",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "free_cache_engine",
+)
+"""Keys of section `rollout` that only some engines have a use for."""
