@@ -175,8 +175,9 @@ def answers(engine: Any, vocab: int) -> Answers:
     generator = torch.Generator().manual_seed(2)
     prompts = torch.randint(2, vocab, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     sampling = Sampling(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=())
-    found = engine.generate([Request(tuple(prompt)) for prompt in prompts], sampling)
-    return [(samples[0].token_ids, samples[0].logprobs) for samples in found]
+    samples = engine.generate([Request(tuple(prompt)) for prompt in prompts], sampling)
+    rollouts = [samples.rollout(row, "") for row in range(len(samples))]
+    return [(rollout.token_ids, rollout.logprobs) for rollout in rollouts]
 
 
 def spoil(engine: Any) -> None:

@@ -1,6 +1,7 @@
-"""The nouns of a run, from prompt to update. Frozen records; ragged on the controller, packed for training.
+"""The nouns of a run, from prompt to update. Frozen records; flat arrays for what is known of each token or sequence.
 
-Letters in names and comments: P prompts, G samples per prompt, S sequences, T tokens of all sequences end to end.
+Letters in names and comments: G groups (a prompt each), n samples of a prompt, S sequences (G x n of them, group after
+group), T tokens of all sequences end to end.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, Literal
+from itertools import accumulate, chain
+from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 FinishReason = Literal["stop", "length"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
+"""Samples and Rollouts hold a reason as its number here."""
 Column = Literal[
     "rollout_logprobs",
     "old_logprobs",
@@ -30,6 +35,18 @@ Column = Literal[
     "rollout_weights",
 ]
 """What a batch on the ranks may know of each token, beside the token itself (workers/rank_batch.py)."""
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Value = TypeVar("Value", covariant=True)
+
+
+class Handle(Protocol[Value]):
+    """A value that may lie in another process's memory (cluster/handles.py). Picklable, and small to pass on."""
+
+    def fetch(self) -> Value:
+        """The value. Its arrays are shared with others that fetch it: read-only."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response. token_ids are what the engine sampled, never decoded and encoded again."""
+    """One sampled response as a person sees it; a run handles them as Rollouts."""
 
     token_ids: tuple[int, ...]
     """Sampled ids, the end-of-sequence token included when the engine stopped at one."""
@@ -72,11 +89,87 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The G samples of one prompt, all made with the same weights."""
+    """The n samples of one prompt, all made with the same weights."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     weight_version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """One engine's answer: the tokens of its samples end to end, and what is known of each. Request-major: with n
+    samples a request, sample i of request r is row r * n + i.
+
+    Example: responses [8, 1] (ended) and [9, 9, 3] (cut) give token_ids = [8 1 9 9 3], lens = [2 3], finish = [0 1]
+    """
+
+    token_ids: Int32
+    """[T] what was sampled, the end token included where the engine stopped at one; never decoded and encoded again"""
+    logprobs: Float32
+    """[T] log softmax(logits / temperature) of each id, before top-p and top-k; greedy sampling (temperature 0)
+    reports them at temperature 1"""
+    lens: Int32
+    """[S] tokens of each sample"""
+    finish: npt.NDArray[np.uint8]
+    """[S] why each ended: an index into FINISH_REASONS"""
+    oldest_version: Int32
+    """[S] oldest version of the weights that made any of the sample's tokens"""
+    newest_version: Int32
+    """[S] newest such version"""
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.shape == self.logprobs.shape == (int(self.lens.sum()),), (
+            self.token_ids.shape,
+            self.logprobs.shape,
+            self.lens.sum(),
+        )
+        per_sample = (self.finish, self.oldest_version, self.newest_version)
+        assert all(values.shape == self.lens.shape for values in per_sample), [values.shape for values in per_sample]
+
+    def __len__(self) -> int:
+        return len(self.lens)
+
+    @cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """[S] number of tokens up to the end of each sample."""
+        return np.cumsum(self.lens, dtype=np.int64)
+
+    def span(self, row: int) -> slice:
+        """Where the tokens of a sample are."""
+        end = int(self.ends[row])
+        return slice(end - int(self.lens[row]), end)
+
+    def rollout(self, row: int, text: str) -> Rollout:
+        """One sample for a person; text: its tokens decoded."""
+        span = self.span(row)
+        ids, logprobs = tuple(self.token_ids[span].tolist()), tuple(self.logprobs[span].tolist())
+        return Rollout(ids, logprobs, FINISH_REASONS[self.finish[row]], text)
+
+    def id_tuples(self) -> list[tuple[int, ...]]:
+        """The ids of each sample as Python numbers: for few samples."""
+        return [tuple(self.token_ids[self.span(row)].tolist()) for row in range(len(self))]
+
+    @staticmethod
+    def from_lists(
+        token_ids: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        finish: Sequence[str],
+        version: int,
+    ) -> Samples:
+        """From the values of each sample, all made with the weights of one version."""
+        lens = np.fromiter(map(len, token_ids), np.int32, len(token_ids))
+        assert all(len(ids) == len(of_ids) for ids, of_ids in zip(token_ids, logprobs, strict=True))
+        total = int(lens.sum())
+        versions = np.full(len(lens), version, np.int32)
+        return Samples(
+            token_ids=np.fromiter(chain.from_iterable(token_ids), np.int32, total),
+            logprobs=np.fromiter(chain.from_iterable(logprobs), np.float32, total),
+            lens=lens,
+            finish=np.fromiter(map(FINISH_REASONS.index, finish), np.uint8, len(lens)),
+            oldest_version=versions,
+            newest_version=versions,
+        )
 
 
 @dataclass(frozen=True)

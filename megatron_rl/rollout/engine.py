@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.engines import ENGINES
 from megatron_rl.errors import RolloutError
-from megatron_rl.types import FinishReason
+from megatron_rl.types import Samples
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,6 @@ class Request:
 
     token_ids: tuple[int, ...]
     seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response: what was sampled and with which probability.
-
-    logprobs are log softmax(logits / temperature) of the sampled ids, before top-p and top-k; greedy sampling
-    (temperature 0) reports them at temperature 1.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
@@ -132,8 +119,11 @@ class RolloutEngine(Protocol):
         """Version of the weights it holds; -1 before the first update."""
         ...
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """n samples per request, in order. RolloutError where a prompt and max_tokens pass max_model_len."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
+        """n samples per request, in order, each stamped with weight_version.
+
+        RolloutError where a prompt and max_tokens pass max_model_len.
+        """
         ...
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sample, Sampling, check_requests
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests
+from megatron_rl.types import Samples
 
 
 class FakeEngine:
@@ -21,20 +23,26 @@ class FakeEngine:
     def weight_version(self) -> int:
         return self._version
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
+        """See RolloutEngine."""
         check_requests(requests, sampling, self._settings, self._version)
-        return [[self._sample(request, sampling, i) for i in range(sampling.n)] for request in requests]
+        ids = [self._sample(request, sampling, number) for request in requests for number in range(sampling.n)]
+        logprob = -math.log(self._settings.vocab_size)
+        return Samples.from_lists(
+            ids,
+            [[logprob] * len(of_sample) for of_sample in ids],
+            ["stop" if of_sample[-1] in sampling.stop_token_ids else "length" for of_sample in ids],
+            self._version,
+        )
 
-    def _sample(self, request: Request, sampling: Sampling, number: int) -> Sample:
+    def _sample(self, request: Request, sampling: Sampling, number: int) -> list[int]:
+        """The ids of one response, up to the first that ends it."""
         seed = (request.seed or 0) + (number if sampling.temperature else 0)
         draw = random.Random(f"{seed} {request.token_ids}")
         length = draw.randint(1, sampling.max_tokens)
-        ids = tuple(draw.randrange(self._settings.vocab_size) for _ in range(length))
+        ids = [draw.randrange(self._settings.vocab_size) for _ in range(length)]
         end = next((i for i, token in enumerate(ids) if token in sampling.stop_token_ids), None)
-        ids = ids if end is None else ids[: end + 1]
-        logprob = -float(torch.log(torch.tensor(float(self._settings.vocab_size))))
-        stopped = ids[-1] in sampling.stop_token_ids
-        return Sample(ids, (logprob,) * len(ids), "stop" if stopped else "length")
+        return ids if end is None else ids[: end + 1]
 
     @property
     def part(self) -> EnginePart | None:

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from megatron_rl.errors import RolloutError
-from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sample, Sampling, check_requests
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests
+from megatron_rl.types import Samples
+
+_Row = tuple[list[int], list[float], bool]
+"""Ids and log-probabilities of a sample, and whether it ended by itself."""
 
 
 def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
@@ -50,20 +54,22 @@ class HfEngine:
         return self._version
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
         """See RolloutEngine. Prompts of one length at a time, so that no padding enters the model."""
         check_requests(requests, sampling, self._settings, self._version)
         by_length: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             by_length.setdefault(len(request.token_ids), []).append(i)
-        found: dict[int, list[Sample]] = {}
+        rows: dict[int, list[_Row]] = {}
         for members in by_length.values():
-            rows = self._generate([requests[i] for i in members], sampling)
+            made = self._generate([requests[i] for i in members], sampling)
             for k, i in enumerate(members):
-                found[i] = rows[k * sampling.n : (k + 1) * sampling.n]
-        return [found[i] for i in range(len(requests))]
+                rows[i] = made[k * sampling.n : (k + 1) * sampling.n]
+        ordered = [row for i in range(len(requests)) for row in rows[i]]
+        ids, logprobs, stopped = [list(column) for column in zip(*ordered, strict=True)] or ([], [], [])
+        return Samples.from_lists(ids, logprobs, ["stop" if one else "length" for one in stopped], self._version)
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[_Row]:
         device = self._model.device
         ids = torch.tensor([r.token_ids for r in requests for _ in range(sampling.n)], device=device)
         seeds = [None if r.seed is None else r.seed + i for r in requests for i in range(sampling.n)]
@@ -85,10 +91,7 @@ class HfEngine:
             if bool(done.all()):
                 break
         columns = zip(*(torch.stack(x, 1).tolist() for x in (tokens, logprobs, live)), done.tolist(), strict=True)
-        return [
-            Sample(tuple(row[: sum(alive)]), tuple(probs[: sum(alive)]), "stop" if stopped else "length")
-            for row, probs, alive, stopped in columns
-        ]
+        return [(row[: sum(alive)], probs[: sum(alive)], stopped) for row, probs, alive, stopped in columns]
 
     def _has_stop_text(self, tokens: Sequence[torch.Tensor], stop: Sequence[str]) -> torch.Tensor:
         """[b] bool: whether the text of a row's tokens, given as [b] a step, has a stop text in it."""

@@ -26,11 +26,11 @@ from megatron_rl.rollout.engine import (
     EnginePart,
     EngineSettings,
     Request,
-    Sample,
     Sampling,
     check_requests,
     whole_update,
 )
+from megatron_rl.types import FINISH_REASONS, Samples
 
 _CPU_KV_CACHE_GB = 0.25
 
@@ -204,7 +204,7 @@ class VllmEngine:
     def weight_version(self) -> int:
         return self._version
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
         """See RolloutEngine."""
         check_requests(requests, sampling, self._settings, self._version)
         if self._asleep:
@@ -213,7 +213,8 @@ class VllmEngine:
         params = [self._params(sampling, request.seed) for request in requests]
         with self._stream():
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return [[self._sample(completion) for completion in output.outputs] for output in outputs]
+        completions = [completion for output in outputs for completion in output.outputs]
+        return self._samples(completions)
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
@@ -246,14 +247,17 @@ class VllmEngine:
             detokenize=self._settings.needs_text,
         )
 
-    @staticmethod
-    def _sample(completion: Any) -> Sample:
-        if completion.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"vLLM ended a request with {completion.finish_reason!r}; expected stop or length")
-        flat = completion.logprobs
+    def _samples(self, completions: Sequence[Any]) -> Samples:
+        for completion in completions:
+            if completion.finish_reason not in FINISH_REASONS:
+                raise RolloutError(f"vLLM ended a request with {completion.finish_reason!r}; expected stop or length")
         # One entry a token: logprobs=0 asks for the sampled one alone.
-        assert len(flat.logprobs) == len(completion.token_ids), (len(flat.logprobs), len(completion.token_ids))
-        return Sample(tuple(completion.token_ids), tuple(flat.logprobs), completion.finish_reason)
+        return Samples.from_lists(
+            [completion.token_ids for completion in completions],
+            [completion.logprobs.logprobs for completion in completions],
+            [completion.finish_reason for completion in completions],
+            self._version,
+        )
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """See RolloutEngine. Parameters that back ends rearrange for their kernels stand here plain."""

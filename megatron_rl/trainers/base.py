@@ -36,7 +36,7 @@ from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers import report
 from megatron_rl.trainers.placement import plan_for, start_policy
 from megatron_rl.trainers.validation import validation_metrics
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, SyncReport, TrainBatch
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, Samples, SyncReport, TrainBatch
 from megatron_rl.workers.policy import UpdateResult
 
 Tensor = torch.Tensor
@@ -320,17 +320,17 @@ class RlTrainer:
             stop=self.stop_texts,
         )
         answers = self.policy.generate([requests[e::engines] for e in range(engines)], sampling)
+        of_engine = [self._rollouts(samples) for samples in answers]
         groups = []
         for i, prompt in enumerate(prompts):
-            samples = answers[i % engines][i // engines]
-            rollouts = tuple(
-                Rollout(
-                    s.token_ids, s.logprobs, s.finish_reason, self.renderer.response_text(s.token_ids, self.stop_ids)
-                )
-                for s in samples
-            )
-            groups.append(RolloutGroup(prompt, rollouts, self.version))
+            first = i // engines * n
+            rollouts = of_engine[i % engines][first : first + n]
+            groups.append(RolloutGroup(prompt, tuple(rollouts), self.version))
         return groups
+
+    def _rollouts(self, samples: Samples) -> list[Rollout]:
+        texts = [self.renderer.response_text(ids, self.stop_ids) for ids in samples.id_tuples()]
+        return [samples.rollout(row, text) for row, text in enumerate(texts)]
 
     def validate(self, step: int) -> dict[str, float]:
         """Every validation row sampled val.n times and scored once each (contract R4)."""

@@ -102,9 +102,9 @@ class JudgeWorker:
             max_tokens=self._cfg.max_tokens,
             stop_token_ids=self._stop_ids,
         )
-        answers = self._engine.generate(requests, sampling) if requests else []
-        for number, (answer,) in zip(asked, answers, strict=True):
-            text = self._renderer.decode(answer.token_ids)
+        answers = self._engine.generate(requests, sampling).id_tuples() if requests else []
+        for number, ids in zip(asked, answers, strict=True):
+            text = self._renderer.decode(ids)
             results[number] = read_score(text, self._pattern, self._cfg, self._plan.failed_score)
         return [result for result in results if result is not None]
 

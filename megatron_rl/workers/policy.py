@@ -25,8 +25,8 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.parallel.collectives import adder
 from megatron_rl.parallel.topology import topology_of
-from megatron_rl.rollout.engine import Request, RolloutEngine, Sample, Sampling
-from megatron_rl.types import OffloadReport, StepReport, SyncReport, TrainBatch
+from megatron_rl.rollout.engine import Request, RolloutEngine, Sampling
+from megatron_rl.types import OffloadReport, Samples, StepReport, SyncReport, TrainBatch
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.build import Model
@@ -175,7 +175,7 @@ class PolicyWorker:
         )
 
     @dispatch(split=Split.SPLIT_ENGINE)
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
         """Samples of this engine's requests."""
         assert self._engine is not None, "this worker was started without an engine"
         self._offload.to_host()

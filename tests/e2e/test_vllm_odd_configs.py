@@ -12,6 +12,7 @@ import torch
 
 from tests.e2e.test_vllm_rollout import _settings
 from tests.helpers.odd_configs import FIRST, PASSING, Variant
+from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
 from tests.helpers.tiny import load_hf_model, save_odd
@@ -35,7 +36,9 @@ def _gaps_on_rank(rank: int, world: int, folders: list[str]) -> list[float]:
         # A process has one engine that gives its memory back, and these follow each other.
         engine = make_engine(_settings(folder, free_cache_engine=False, **SMALL))
         engine.update_weights(SafetensorsSource(folder).tensors(), 0)
-        answers = engine.generate([Request(prompt, seed=7 * i) for i, prompt in enumerate(prompts)], sampling)
+        answers = by_request(
+            engine.generate([Request(prompt, seed=7 * i) for i, prompt in enumerate(prompts)], sampling), sampling.n
+        )
         engine.close()
         model = load_hf_model(folder)
         gap = 0.0

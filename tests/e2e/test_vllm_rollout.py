@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import MegatronRLError, ReshardError, RolloutError
+from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
 from tests.helpers.tiny import load_hf_model, random_batch, save_tiny
@@ -50,19 +51,16 @@ def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
     from megatron_rl.data.batching import from_rollouts
     from megatron_rl.mcore.step import forward_logprobs
     from megatron_rl.rollout.engine import Request, Sampling
-    from megatron_rl.types import Prompt, Rollout, RolloutGroup
+    from megatron_rl.types import Prompt, RolloutGroup
 
     generator = torch.Generator().manual_seed(0)
     prompts = [tuple(torch.randint(2, 128, (n,), generator=generator).tolist()) for n in (5, 17, 140, LONG_PROMPT)]
     sampling = Sampling(n=2, temperature=temperature, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=(1,))
-    answers = engine.generate([Request(p, seed=7 * i) for i, p in enumerate(prompts)], sampling)
+    samples = engine.generate([Request(p, seed=7 * i) for i, p in enumerate(prompts)], sampling)
+    assert set(samples.oldest_version) == set(samples.newest_version) == {engine.weight_version}
     groups = [
-        RolloutGroup(
-            Prompt(i, prompt, "", "s", None),
-            tuple(Rollout(s.token_ids, s.logprobs, s.finish_reason, "") for s in samples),
-            engine.weight_version,
-        )
-        for i, (prompt, samples) in enumerate(zip(prompts, answers, strict=True))
+        RolloutGroup(Prompt(i, prompt, "", "s", None), tuple(rollouts), engine.weight_version)
+        for i, (prompt, rollouts) in enumerate(zip(prompts, by_request(samples, 2), strict=True))
     ]
     batch, _ = from_rollouts(groups)
     (found,) = forward_logprobs(trainable.model, [batch], temperature)
@@ -93,7 +91,7 @@ def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
         publisher.publish(version, expect_change=True)
         gaps.append(_gaps(engine, trainable, 1.0))
     long = tuple(range(2, 120)) * 3
-    (samples,) = engine.generate([Request(long[:LONG_PROMPT])], greedy)
+    samples = engine.generate([Request(long[:LONG_PROMPT])], greedy)
     exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     unchanged = ""
     try:
@@ -104,7 +102,7 @@ def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     engine.close()
     return {
         "gaps": gaps,
-        "greedy": samples[0].token_ids,
+        "greedy": samples.id_tuples()[0],
         "prompt": long[:LONG_PROMPT],
         "weights": exported,
         "refused": refused,
@@ -190,8 +188,9 @@ def _seeded_on_rank(rank: int, world: int, folder: str, device: str) -> dict[str
         engine = make_engine(_settings(folder, **own, **changes))
         engine.update_weights(load_file(f"{folder}/model.safetensors").items(), 0)
         rng = torch.get_rng_state()
-        found[name] = [[sample.token_ids for sample in samples] for samples in engine.generate(requests, sampling)]
-        backwards = engine.generate(requests[::-1], sampling)[::-1]
+        answers = by_request(engine.generate(requests, sampling), sampling.n)
+        found[name] = [[sample.token_ids for sample in samples] for samples in answers]
+        backwards = by_request(engine.generate(requests[::-1], sampling), sampling.n)[::-1]
         found[f"{name}, backwards"] = [[sample.token_ids for sample in samples] for samples in backwards]
         assert torch.equal(rng, torch.get_rng_state()), "the trainer's random numbers are left alone"
         engine.close()
@@ -235,8 +234,9 @@ def test_hf_engine_agrees_with_its_own_model(tmp_path: Path, family: str) -> Non
     engine.update_weights(load_file(f"{folder}/model.safetensors").items(), 0)
     sampling = Sampling(n=3, temperature=0.8, top_p=1.0, top_k=-1, max_tokens=6, stop_token_ids=(7,))
     requests = [Request((5, 6, 9), seed=3), Request((4, 2), seed=50)]
-    answers = engine.generate(requests, sampling)
-    assert engine.generate(requests[::-1], sampling)[::-1] == answers, "samples depend on seeds, not on the order"
+    answers = by_request(engine.generate(requests, sampling), sampling.n)
+    backwards = by_request(engine.generate(requests[::-1], sampling), sampling.n)[::-1]
+    assert backwards == answers, "samples depend on seeds, not on the order"
     for request, samples in zip(requests, answers, strict=True):
         for sample in samples:
             ids = torch.tensor([[*request.token_ids, *sample.token_ids]])

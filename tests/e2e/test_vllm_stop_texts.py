@@ -10,6 +10,7 @@ import torch
 from megatron_rl.data.render import Renderer
 from tests.e2e.test_vllm_rollout import _settings
 from tests.helpers.data import chat_folder
+from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
 
@@ -41,7 +42,7 @@ def _stops_on_rank(rank: int, world: int, folder: str) -> dict[str, Found]:
         found[name] = []
         for stop in STOPS:
             sampling = Sampling(1, 0.0, 1.0, -1, NEW_TOKENS, *renderer.stops(stop))
-            ((sample,),) = engine.generate([Request((20,))], sampling)
+            ((sample,),) = by_request(engine.generate([Request((20,))], sampling))
             assert set(sample.token_ids) == {end}
             found[name].append((sample.token_ids, sample.finish_reason))
         engine.close()

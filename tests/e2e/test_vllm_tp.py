@@ -15,6 +15,7 @@ from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.models.rules import LocalParam, megatron_params
 from megatron_rl.models.shape import read_model_shape
 from tests.e2e.test_vllm_rollout import _gaps, _settings
+from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
 from tests.helpers.tiny import load_hf_model, random_batch, save_tiny
@@ -45,7 +46,7 @@ def _tokens(engine: Any, n: int = 1, temperature: float = 0.0, seed: int | None 
     from megatron_rl.rollout.engine import Request
 
     requests = [Request(prompt, None if seed is None else seed + 10 * i) for i, prompt in enumerate(PROMPTS)]
-    answers = engine.generate(requests, _sampling(n, temperature))
+    answers = by_request(engine.generate(requests, _sampling(n, temperature)), n)
     return [[sample.token_ids for sample in samples] for samples in answers]
 
 

@@ -31,7 +31,7 @@ def _greedy(engine: Any) -> list[tuple[int, ...]]:
     from megatron_rl.rollout.engine import Request, Sampling
 
     sampling = Sampling(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=24, stop_token_ids=())
-    return [samples[0].token_ids for samples in engine.generate([Request(prompt) for prompt in PROMPTS], sampling)]
+    return engine.generate([Request(prompt) for prompt in PROMPTS], sampling).id_tuples()
 
 
 def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -270,7 +270,9 @@ def test_the_hf_engine_stops_at_special_tokens(tmp_path: Path, stop: list[str], 
     engine.update_weights(always(zeros, end).items(), 0)
     ids, texts = renderer.stops(stop)
     sampling = Sampling(2, 0.0, 1.0, -1, 6, ids, texts)
-    for sample in engine.generate([Request((20,)), Request((20, 21))], sampling)[0]:
+    samples = engine.generate([Request((20,)), Request((20, 21))], sampling)
+    for row in range(len(samples)):
+        sample = samples.rollout(row, "")
         assert sample.token_ids == (end,) * count and sample.finish_reason == reason
 
 
@@ -290,7 +292,7 @@ def always(tensors: dict[str, torch.Tensor], token: int) -> dict[str, torch.Tens
 def test_the_fake_engine_refuses_what_it_cannot_see(tmp_path: Path):
     engine = FakeEngine(engine_settings(base_folder(tmp_path / "model"), "fake", needs_text=True))
     engine.update_weights({}.items(), 0)
-    assert engine.generate([Request((1,))], Sampling(1, 1.0, 1.0, -1, 4, (0,)))
+    assert len(engine.generate([Request((1,))], Sampling(1, 1.0, 1.0, -1, 4, (0,)))) == 1
     with pytest.raises(RolloutError, match="the engine fake sees no text -- stop at a special token, or use hf"):
         engine.generate([Request((1,))], Sampling(1, 1.0, 1.0, -1, 4, (0,), ("9",)))
 

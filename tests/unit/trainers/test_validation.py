@@ -24,7 +24,7 @@ from megatron_rl.trainers.validation import (
     row_metrics,
     validation_metrics,
 )
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, Samples
 
 
 def group(index: int, texts: list[str], source: str = "s") -> RolloutGroup:
@@ -116,15 +116,15 @@ class Engines:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def generate(self, requests: list[list[Request]], sampling: Any) -> list[Any]:
+    def generate(self, requests: list[list[Request]], sampling: Any) -> list[Samples]:
         self.batches.append(sum(map(len, requests)))
 
-        def answer(request: Request, sample: int) -> Any:
+        def token(request: Request, sample: int) -> int:
             assert request.seed is not None
-            token = (request.token_ids[0] * 31 + request.seed + sample) % 5
-            return SimpleNamespace(token_ids=(token,), logprobs=(0.0,), finish_reason="stop")
+            return (request.token_ids[0] * 31 + request.seed + sample) % 5
 
-        return [[[answer(r, i) for i in range(sampling.n)] for r in engine] for engine in requests]
+        answers = [[[token(r, i)] for r in engine for i in range(sampling.n)] for engine in requests]
+        return [Samples.from_lists(ids, [[0.0]] * len(ids), ["stop"] * len(ids), 0) for ids in answers]
 
 
 @pytest.mark.parametrize(("size", "batches"), [(None, [7]), (7, [7]), (3, [3, 3, 1]), (1, [1] * 7), (100, [7])])
