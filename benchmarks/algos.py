@@ -20,14 +20,15 @@ from itertools import pairwise
 
 import torch
 
-from megatron_rl.algos import ADVANTAGES, LOSSES
-from megatron_rl.algos.advantages import AdvantageInputs
 from megatron_rl.algos.correction import correct_rollouts
+from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.algos.estimators.grpo import Grpo
 from megatron_rl.algos.gae import gae
-from megatron_rl.algos.losses import PolicyInputs, sequence_means_of
+from megatron_rl.algos.losses import LOSSES, PolicyInputs, sequence_means_of
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.data.batching import from_rollouts, plan_batches, select_micro_batches
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.learning.credit import credit
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
 
 GROUP = 8
 
@@ -57,10 +58,14 @@ class Batch:
         self.values = torch.rand(total, generator=generator)
         self.old = -torch.rand(total, generator=generator)
         self.new = self.old + 0.1 * torch.randn(total, generator=generator)
-        self.inputs = AdvantageInputs(
-            self.rewards, self.mask, self.segments, self.groups, True, baselines=torch.zeros(sequences // GROUP)
-        )
+        self.batch = TrainBatch(torch.zeros(total, dtype=torch.int64), (length,) * sequences, self.mask)
         self.columns = {"segment_ids": self.segments, "sequence_lens": torch.full((sequences,), length)}
+
+    def credit(self, name: str) -> None:
+        """Advantages of all tokens, by an estimator."""
+        greedy = torch.zeros(self.sequences // GROUP)
+        estimator = ESTIMATORS[name]()
+        credit(estimator, self.batch, self.groups, self.rewards, baselines=greedy, values=self.values)
 
     def loss(self, name: str, advantages: torch.Tensor) -> None:
         """Loss and gradient of all tokens."""
@@ -114,15 +119,15 @@ def against_a_loop(sequences: int, length: int, looped: int, repeats: int) -> No
     print(f"{'':<42}{'s':>9}{'loop s':>10}{'times':>8}")
     flat = torch.where(torch.arange(batch.total) % 3 > 0, 1.0, -1.0)
     whole: dict[str, tuple[Callable[[], object], Callable[[Batch, int], None] | None]] = {
-        "advantages grpo": (lambda: ADVANTAGES["grpo"](batch.inputs), loop_grpo),
+        "advantages grpo": (lambda: batch.credit("grpo"), loop_grpo),
         "advantages gae": (
             lambda: gae(batch.rewards, batch.values, batch.mask, batch.segments, gamma=1.0, lam=0.95), loop_gae,
         ),
         "loss and gradient ppo_clip": (lambda: batch.loss("ppo_clip", flat), loop_ppo_clip),
     }  # fmt: skip
     whole |= {
-        f"advantages {name}": (lambda name=name: ADVANTAGES[name](batch.inputs), None)
-        for name in ADVANTAGES if name != "grpo"
+        f"advantages {name}": (lambda name=name: batch.credit(name), None)
+        for name in ESTIMATORS if name not in ("grpo", "gae")
     }  # fmt: skip
     whole |= {
         f"loss and gradient {name}": (lambda name=name: batch.loss(name, flat), None)
@@ -178,7 +183,7 @@ def controller(counts: list[int], mean_length: int) -> None:
         segments = batch.segments
         rewards = torch.zeros(batch.num_tokens)
         rewards[torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1] = torch.randint(0, 2, (count,)).float()
-        advantages = ADVANTAGES["grpo"](AdvantageInputs(rewards, batch.loss_mask, segments, ids, True))
+        advantages = credit(Grpo(), batch, ids, rewards).advantages
         times.append(time.process_time())
         weights = loss_weights("token-mean", batch.loss_mask, segments, count, 4096)
         times.append(time.process_time())

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algos.advantages import sequence_sums
 from megatron_rl.algos.gae import Sums, alone
+from megatron_rl.algos.groups import sequence_sums
 
 _LOG_RATIO_CAP = 20.0
 

@@ -197,3 +197,13 @@ def policy_objective(
         return losses, values
 
     return objective
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo_clip": ppo_clip_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "reinforce": reinforce_loss,
+}
+"""actor.loss_mode -> function from token tensors [n] to token losses [n]"""

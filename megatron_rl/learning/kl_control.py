@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.algos.advantages import sequence_sums
+from megatron_rl.algos.groups import sequence_sums
 from megatron_rl.config.sections.algorithm import KlCtrlConfig
 from megatron_rl.types import TrainBatch
 

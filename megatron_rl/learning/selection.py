@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algos.advantages import sequence_sums
 from megatron_rl.algos.correction import Correction, correct_rollouts
 from megatron_rl.algos.filters import overlong_penalty
+from megatron_rl.algos.groups import sequence_sums
 from megatron_rl.config.run import RunConfig
 from megatron_rl.types import RolloutGroup, TrainBatch
 

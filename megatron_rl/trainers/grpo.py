@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algos import ADVANTAGES
-from megatron_rl.algos.advantages import AdvantageInputs, flat_groups
+from megatron_rl.algos.groups import flat_groups, sequence_sums
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.experience.dynamic import differing, sample_differing
 from megatron_rl.flow import Flow, Node
+from megatron_rl.learning.credit import credit
 from megatron_rl.learning.selection import leave_out, length_penalties, response_lens
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
@@ -35,7 +35,7 @@ class GrpoTrainer(RlTrainer):
 
     def __init__(self, cfg: RunConfig) -> None:
         super().__init__(cfg)
-        self.needs_baselines = cfg.algorithm.adv_estimator == "remax"
+        self.needs_baselines = cfg.algorithm.estimator.needs_greedy
         self.flow = self._flow()
 
     def _flow(self) -> Flow:
@@ -135,24 +135,17 @@ class GrpoTrainer(RlTrainer):
     ) -> dict[str, Any]:
         """Advantages and loss weights of every token; which sequences stay in the update."""
         cfg, algorithm = self.cfg, self.cfg.algorithm
-        inputs = AdvantageInputs(
-            self.token_rewards(batch, results, old_logprobs, ref_logprobs),
-            batch.loss_mask,
-            batch.segments,
-            group_ids,
-            algorithm.norm_adv_by_std_in_grpo,
-            algorithm.gamma,
-            baselines,
-        )
+        rewards = self.token_rewards(batch, results, old_logprobs, ref_logprobs)
         dropped = torch.zeros(batch.num_sequences, dtype=torch.bool)
         if algorithm.drop_flat_groups:
-            dropped = flat_groups(inputs.returns(), group_ids)
+            dropped = flat_groups(sequence_sums(rewards, batch.segments, batch.num_sequences), group_ids)
         if algorithm.filter_groups.enable:
             penalties = length_penalties(cfg, response_lens(batch))
             differ = differing(algorithm.filter_groups.metric, results, penalties, cfg.rollout.n)
             dropped |= ~torch.tensor(differ)[group_ids]
         shaped = leave_out(cfg, batch, groups, dropped, old_logprobs)
-        advantages = ADVANTAGES[algorithm.adv_estimator](replace(inputs, kept=~dropped))
+        estimator = algorithm.estimator
+        advantages = credit(estimator, batch, group_ids, rewards, kept=~dropped, baselines=baselines).advantages
         return self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
 
     def update(

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algos.gae import gae, length_adaptive_lam, whiten
 from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_batches
 from megatron_rl.flow import Flow, Node
+from megatron_rl.learning.credit import credit
 from megatron_rl.learning.selection import leave_out
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
@@ -141,18 +141,12 @@ class PpoTrainer(RlTrainer):
         ref_logprobs: Tensor | None = None,
     ) -> dict[str, Any]:
         """GAE's advantages and returns of every token, whitened over the step; loss weights of actor and critic."""
-        algorithm, mask, segments = self.cfg.algorithm, batch.loss_mask, batch.segments
+        algorithm, mask = self.cfg.algorithm, batch.loss_mask
         values = torch.as_tensor(values, dtype=torch.float32).expand(batch.num_tokens) * mask
         rewards = self.token_rewards(batch, results, old_logprobs, ref_logprobs)
-        lam: float | Tensor = algorithm.lam
-        if algorithm.lam_length_alpha is not None:
-            lam = length_adaptive_lam(mask, segments, batch.num_sequences, algorithm.lam_length_alpha)
-        critic_lam = algorithm.lam if algorithm.lam_critic is None else algorithm.lam_critic
-        advantages, returns = gae(
-            rewards, values, mask, segments, gamma=algorithm.gamma, lam=lam, critic_lam=critic_lam
-        )
-        if algorithm.whiten_advantages:
-            advantages = whiten(advantages, mask)
+        found = credit(algorithm.estimator, batch, group_ids, rewards, values=values)
+        advantages, returns = found.advantages, found.returns
+        assert returns is not None, algorithm.estimator
         # The actor leaves out what it may not learn from; the critic's targets hold for every sampled token.
         shaped = leave_out(self.cfg, batch, groups, torch.zeros(batch.num_sequences, dtype=torch.bool), old_logprobs)
         targets = {"old_values": values, "returns": returns}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algos.advantages import flat_groups
 from megatron_rl.algos.correction import mismatch_metrics
+from megatron_rl.algos.groups import flat_groups
 from megatron_rl.algos.values import explained_variance
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.types import Metric, OffloadReport, RolloutGroup, StepReport

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.algos import LOSSES
-from megatron_rl.algos.losses import TokenLoss, nll_loss, policy_objective
+from megatron_rl.algos.losses import LOSSES, TokenLoss, nll_loss, policy_objective
 from megatron_rl.cluster.dispatch import Collect, Split, dispatch
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.actor import ActorConfig

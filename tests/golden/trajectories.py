@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algos import LOSSES
-from megatron_rl.algos.losses import nll_loss, policy_objective
+from megatron_rl.algos.losses import LOSSES, nll_loss, policy_objective
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.types import TrainBatch
 from tests.helpers.run_ranks import run_ranks

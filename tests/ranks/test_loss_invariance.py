@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algos import LOSSES
+from megatron_rl.algos.losses import LOSSES
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.types import TrainBatch

@@ -122,7 +122,7 @@ class ActorConfig(ParallelConfig):
     tau_neg: PositiveFloat = 1.05
     """Temperature of sapo's soft gate elsewhere: higher closes it faster."""
     loss_mode: Annotated[str, OneOf(LOSS_MODES)] = "ppo_clip"
-    """Policy loss: a name of megatron_rl.algos.LOSSES."""
+    """Policy loss: a name of megatron_rl.algos.losses.LOSSES."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; always over the global mini-batch."""
     entropy_coeff: NonNegativeFloat = 0.0

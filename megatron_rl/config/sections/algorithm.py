@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.algos.estimators.base import Estimator
 from megatron_rl.config.algorithms import AlgorithmName
 from megatron_rl.config.names import ADV_ESTIMATORS, VALUE_ESTIMATORS
 from megatron_rl.config.sections.actor import KlType
@@ -87,7 +90,7 @@ class AlgorithmConfig:
     name: AlgorithmName = "grpo"
     """The trainer that runs: one file of megatron_rl.trainers each."""
     adv_estimator: Annotated[str, OneOf((*ADV_ESTIMATORS, *VALUE_ESTIMATORS))] = "grpo"
-    """Advantage estimator: a name of megatron_rl.algos.ADVANTAGES."""
+    """Advantage estimator: a name of megatron_rl.algos.estimators.ESTIMATORS."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation (GRPO); false is Dr.GRPO's form."""
     use_kl_in_reward: bool = False
@@ -118,3 +121,15 @@ class AlgorithmConfig:
     max_mismatch_steps: PositiveInt = 3
     """Steps in a row above max_mismatch that end the run."""
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator with its settings."""
+        chosen = ESTIMATORS[self.adv_estimator]
+        settings = {
+            "norm_by_std": self.norm_adv_by_std_in_grpo,
+            **{name: getattr(self, name) for name in ("gamma", "lam", "lam_critic", "lam_length_alpha")},
+            "whiten_advantages": self.whiten_advantages,
+        }
+        known = {field.name for field in fields(chosen)}
+        return chosen(**{name: value for name, value in settings.items() if name in known})

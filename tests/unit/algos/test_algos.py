@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algos import ADVANTAGES, LOSSES
-from megatron_rl.algos.advantages import flat_groups
 from megatron_rl.algos.correction import mismatch_metrics
-from megatron_rl.algos.losses import PolicyInputs, policy_objective, ppo_clip_loss
+from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.algos.groups import flat_groups
+from megatron_rl.algos.losses import LOSSES, PolicyInputs, policy_objective, ppo_clip_loss
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES
 
 
 def test_config_names_equal_the_registries() -> None:
-    assert ADVANTAGES.keys() == set(ADV_ESTIMATORS)
+    assert ESTIMATORS.keys() == {*ADV_ESTIMATORS, "gae"}
     assert LOSSES.keys() == set(LOSS_MODES)
 
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algos import LOSSES
-from megatron_rl.algos.losses import PolicyInputs, policy_objective, sequence_means_of
+from megatron_rl.algos.losses import LOSSES, PolicyInputs, policy_objective, sequence_means_of
 
 LOW, HIGH, C, TAU_POS, TAU_NEG = 0.2, 0.28, 3.0, 1.0, 1.05
 Token = tuple[float, float, float]
