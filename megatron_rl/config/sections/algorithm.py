@@ -13,8 +13,7 @@ from megatron_rl.config.algorithms import AlgorithmName
 from megatron_rl.config.names import ADV_ESTIMATORS, VALUE_ESTIMATORS
 from megatron_rl.config.sections.actor import KlType
 from megatron_rl.config.sections.base import OneOf, section
-
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+from megatron_rl.settings import Share
 
 
 @section

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from megatron_rl.config.sections.base import OneOf, section
 from megatron_rl.engines import ENGINES
 
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 @section
@@ -18,7 +18,7 @@ class ValSamplingConfig:
     """Samples per validation prompt."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
-    top_p: Share = 1.0
+    top_p: PositiveShare = 1.0
     """Nucleus of validation samples."""
     top_k: int = -1
     """Most likely tokens kept in validation; -1 keeps all."""
@@ -34,7 +34,7 @@ class RolloutConfig:
     """Samples per prompt."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities are taken at it on both sides."""
-    top_p: Share = 1.0
+    top_p: PositiveShare = 1.0
     """Nucleus; training refuses values below 1: the trainer does not renormalise probabilities as they do."""
     top_k: int = -1
     """Most likely tokens kept; -1 keeps all. Training refuses other values, for the same reason."""
@@ -53,7 +53,7 @@ class RolloutConfig:
     """Staging memory for weights that go from rank to rank, in MiB a rank."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of the engine's weights; model.dtype when not given."""
-    gpu_memory_utilization: Share = 0.5
+    gpu_memory_utilization: PositiveShare = 0.5
     """Share of the GPU's memory that the engine may use (vLLM; on CPU kv_cache_gb decides)."""
     kv_cache_gb: PositiveFloat | None = None
     """Exact size of the KV cache in GiB; on CPU 0.25 when not given."""
