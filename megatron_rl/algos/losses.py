@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.algos.gae import Sums, alone
 from megatron_rl.algos.kl import kl_loss
 
 Values = dict[str, torch.Tensor]
-Sums = Callable[[torch.Tensor], torch.Tensor]
-"""Adds [S] sums of this rank's tokens up over the ranks that share the sequences"""
 
 # exp(20) is 5e8: a ratio beyond it says nothing more, and in float32 exp(89) is infinite, its gradient NaN.
 _LOG_RATIO_CAP = 20.0
@@ -142,10 +141,6 @@ def sequence_means_of(columns: Mapping[str, torch.Tensor], add_up: Sums) -> Call
     return means
 
 
-def _alone(sums: torch.Tensor) -> torch.Tensor:
-    return sums
-
-
 def policy_objective(
     policy_loss: PolicyLoss,
     *,
@@ -158,7 +153,7 @@ def policy_objective(
     clip_ratio_c: float | None = None,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
-    add_up: Sums = _alone,
+    add_up: Sums = alone,
 ) -> TokenLoss:
     """The whole token loss of a policy update: w * policy loss - entropy_coeff * H + kl_loss_coef * KL.
 

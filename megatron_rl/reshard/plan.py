@@ -25,10 +25,9 @@ from typing import NamedTuple
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.models.rules import Block, LocalParam
-from megatron_rl.reshard.solve import Bundle, Loads, Placement, Solved, merge_rects, solve
+from megatron_rl.reshard.solve import Bundle, Loads, Placement, Rect, Solved, merge_rects, solve
 
 NodeOf = Callable[[int], int]
-Rect = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Handle = tuple[int, int, int, int]
+Allocation = tuple[int, int, int, int]
 """device, size, address, and where the extension keeps its handle"""
 
 
 class MappedFrees:
     """The two ways in which blocks of an allocator are freed: by torch, and by vLLM's own hand."""
 
-    def __init__(self, allocator: Any, map_again: Callable[[Handle], None]) -> None:
+    def __init__(self, allocator: Any, map_again: Callable[[Allocation], None]) -> None:
         """allocator: vLLM's CuMemAllocator. map_again: its extension's create_and_map."""
         self._allocator, self._map_again = allocator, map_again
-        self._forget: Callable[[int], Handle] = allocator._python_free_callback
-        self._given_back: dict[int, Handle] = {}
+        self._forget: Callable[[int], Allocation] = allocator._python_free_callback
+        self._given_back: dict[int, Allocation] = {}
 
-    def by_hand(self, address: int) -> Handle:
+    def by_hand(self, address: int) -> Allocation:
         """vLLM unmaps the block itself; torch still has it."""
         handle = self._given_back[address] = self._forget(address)
         return handle
 
-    def by_torch(self, address: int) -> Handle:
+    def by_torch(self, address: int) -> Allocation:
         """The extension is about to unmap the block."""
         handle = self._given_back.pop(address, None)
         if handle is not None:

@@ -16,10 +16,8 @@ import torch
 
 from megatron_rl.data.batching import MicroBatches
 from megatron_rl.errors import FlowError
-from megatron_rl.types import Column, TrainBatch
+from megatron_rl.types import Column, Float32, Int32, TrainBatch
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 

@@ -18,7 +18,7 @@ from megatron_rl.reshard.rank_order import best_order, overlaps_of
 from megatron_rl.reshard.shards import EngineLayout
 from megatron_rl.reshard.solve import Bundle, Loads, Placement, Rect, area, merge_rects, solve
 
-Owners = dict[tuple[Rect, ...], tuple[int, ...]]
+HolderTable = dict[tuple[Rect, ...], tuple[int, ...]]
 """rectangles of one tensor -> who has exactly these"""
 
 
@@ -213,7 +213,7 @@ def _expert_groups(num_experts: int, trainer_ep: int, engine_ep: int) -> Iterato
                 yield ep_rank, first, last - first
 
 
-def _owners(parts: Iterable[tuple[Held, Sequence[int]]]) -> dict[str, Owners]:
+def _owners(parts: Iterable[tuple[Held, Sequence[int]]]) -> dict[str, HolderTable]:
     """By HF name: who has which rectangles."""
     found: dict[str, dict[tuple[Rect, ...], list[int]]] = {}
     for held, owners in parts:
