@@ -23,7 +23,7 @@ MINI_OF = (0, 0, 0, 0, 1, 1, 2)
 
 
 def step_batch() -> TrainBatch:
-    """Seven sequences, every fourth token no response, columns drawn at random."""
+    """Seven sequences, every fourth token no response but for last ones, columns drawn at random."""
     lens = (5, 9, 3, 12, 7, 4, 6)
     generator = torch.Generator().manual_seed(7)
     total = sum(lens)
@@ -31,6 +31,7 @@ def step_batch() -> TrainBatch:
         name: torch.randn(total, generator=generator) for name in ("train", "rollout", "values", "returns", "rewards")
     }
     mask = torch.arange(total) % 4 != 0
+    mask[torch.cumsum(torch.tensor(lens), 0) - 1] = True
     return TrainBatch(torch.zeros(total, dtype=torch.int64), lens, mask, columns)
 
 
