@@ -172,6 +172,228 @@ class Samples:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Texts end to end as UTF-8, so that they travel without a copy; a text is made when it is read."""
+
+    data: npt.NDArray[np.uint8]
+    """[bytes of all texts]"""
+    ends: npt.NDArray[np.int64]
+    """[S] number of bytes up to the end of each text"""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> str:
+        start = int(self.ends[row - 1]) if row else 0
+        return self.data[start : int(self.ends[row])].tobytes().decode("utf-8")
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> Texts:
+        """From Python texts."""
+        encoded = [text.encode("utf-8") for text in texts]
+        lens = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return Texts(np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(lens))
+
+
+@dataclass(frozen=True, eq=False)
+class EngineAnswer:
+    """What a controller gets of an engine's Samples: a few numbers a sample, and where tokens and texts lie."""
+
+    lens: Int32
+    finish: npt.NDArray[np.uint8]
+    oldest_version: Int32
+    newest_version: Int32
+    samples: Handle[Samples]
+    texts: Handle[Texts]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRefs:
+    """Some sequences of a step, by reference: what a data-parallel rank is told of its own."""
+
+    numbers: tuple[int, ...]
+    """[S] what each is called in the step"""
+    prompts: tuple[Int32, ...]
+    """Ids of the prompts, each once."""
+    prompt_of: Int32
+    """[S] the prompt of each sequence"""
+    parts: tuple[Handle[Samples], ...]
+    part_of: Int32
+    """[S] the part that has the response"""
+    row_of: Int32
+    """[S] its row there"""
+
+    def fetch(self) -> tuple[list[Int32], list[Float32]]:
+        """[S] sampled ids and [S] the engine's log-probabilities: read-only views of memory that may be shared."""
+        parts = [part.fetch() for part in self.parts]
+        ids: list[Int32] = []
+        logprobs: list[Float32] = []
+        for part, row in zip(self.part_of.tolist(), self.row_of.tolist(), strict=True):
+            span = parts[part].span(row)
+            ids.append(parts[part].token_ids[span])
+            logprobs.append(parts[part].logprobs[span])
+        return ids, logprobs
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """The samples of a step as the controller sees them: n of each prompt, a few numbers a sample, no tokens.
+
+    Sequence s is sample s % n of group s // n. Its tokens and its text are in row row_of[s] of part part_of[s].
+    """
+
+    prompts: tuple[Prompt, ...]
+    """[G]"""
+    n: int
+    lens: Int32
+    """[S] sampled tokens"""
+    finish: npt.NDArray[np.uint8]
+    """[S] index into FINISH_REASONS"""
+    oldest_version: Int32
+    """[S]"""
+    newest_version: Int32
+    """[S]"""
+    parts: tuple[Handle[Samples], ...]
+    texts: tuple[Handle[Texts], ...]
+    """Of each part."""
+    part_of: Int32
+    """[S]"""
+    row_of: Int32
+    """[S]"""
+
+    def __post_init__(self) -> None:
+        wanted = (len(self.prompts) * self.n,)
+        for name in ("lens", "finish", "oldest_version", "newest_version", "part_of", "row_of"):
+            values: npt.NDArray[np.generic] = self.__dict__[name]
+            assert values.shape == wanted, (name, values.shape, wanted)
+        assert len(self.parts) == len(self.texts), (len(self.parts), len(self.texts))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lens)
+
+    @property
+    def group_ids(self) -> Int32:
+        """[S] the group of each sequence."""
+        return np.repeat(np.arange(self.num_groups, dtype=np.int32), self.n)
+
+    @cached_property
+    def prompt_lens(self) -> Int32:
+        """[G] tokens of each prompt."""
+        return np.fromiter((len(prompt.token_ids) for prompt in self.prompts), np.int32, self.num_groups)
+
+    @property
+    def seq_lens(self) -> Int32:
+        """[S] tokens of prompt and response."""
+        return np.repeat(self.prompt_lens, self.n) + self.lens
+
+    @property
+    def was_cut(self) -> npt.NDArray[np.bool_]:
+        """[S] whether a response ended at the length limit."""
+        return self.finish == FINISH_REASONS.index("length")
+
+    def names(self) -> list[str]:
+        """[S] what each sequence is called in messages: the file and row of its prompt, and its sample."""
+        rows = [prompt.where or f"row {prompt.index}" for prompt in self.prompts]
+        return [f"{row} sample {number}" for row in rows for number in range(1, self.n + 1)]
+
+    def select(self, groups: Sequence[int]) -> Rollouts:
+        """The given groups, in the given order. Parts that none of them is in are let go."""
+        index = np.array(groups, np.int64)
+        rows = (index[:, None] * self.n + np.arange(self.n)).reshape(-1)
+        used, part_of = np.unique(self.part_of[rows], return_inverse=True)
+        return Rollouts(
+            prompts=tuple(self.prompts[group] for group in groups),
+            n=self.n,
+            lens=self.lens[rows],
+            finish=self.finish[rows],
+            oldest_version=self.oldest_version[rows],
+            newest_version=self.newest_version[rows],
+            parts=tuple(self.parts[part] for part in used),
+            texts=tuple(self.texts[part] for part in used),
+            part_of=part_of.astype(np.int32),
+            row_of=self.row_of[rows],
+        )
+
+    @staticmethod
+    def concat(several: Sequence[Rollouts]) -> Rollouts:
+        """The groups of all, in order; one at least. All have the same n."""
+        assert len({rollouts.n for rollouts in several}) == 1, [rollouts.n for rollouts in several]
+        firsts = [0, *accumulate(len(rollouts.parts) for rollouts in several)]
+        part_of = [rollouts.part_of + np.int32(first) for rollouts, first in zip(several, firsts[:-1], strict=True)]
+        return Rollouts(
+            prompts=tuple(prompt for rollouts in several for prompt in rollouts.prompts),
+            n=several[0].n,
+            lens=np.concatenate([rollouts.lens for rollouts in several]),
+            finish=np.concatenate([rollouts.finish for rollouts in several]),
+            oldest_version=np.concatenate([rollouts.oldest_version for rollouts in several]),
+            newest_version=np.concatenate([rollouts.newest_version for rollouts in several]),
+            parts=tuple(part for rollouts in several for part in rollouts.parts),
+            texts=tuple(texts for rollouts in several for texts in rollouts.texts),
+            part_of=np.concatenate(part_of),
+            row_of=np.concatenate([rollouts.row_of for rollouts in several]),
+        )
+
+    @staticmethod
+    def from_answers(prompts: Sequence[Prompt], n: int, answers: Sequence[EngineAnswer]) -> Rollouts:
+        """From the answers of engines that prompts were dealt to in turn: prompt g to engine g % len(answers)."""
+        engines = len(answers)
+        groups = np.repeat(np.arange(len(prompts)), n)
+        part_of = (groups % engines).astype(np.int32)
+        row_of = (groups // engines * n + np.arange(len(groups)) % n).astype(np.int32)
+        # In the order of the answers, each sequence is behind those of the engines before it and of its own.
+        counts = [len(answer.lens) for answer in answers]
+        place = np.array([0, *accumulate(counts)])[part_of] + row_of
+        return Rollouts(
+            prompts=tuple(prompts),
+            n=n,
+            lens=np.concatenate([answer.lens for answer in answers])[place],
+            finish=np.concatenate([answer.finish for answer in answers])[place],
+            oldest_version=np.concatenate([answer.oldest_version for answer in answers])[place],
+            newest_version=np.concatenate([answer.newest_version for answer in answers])[place],
+            parts=tuple(answer.samples for answer in answers),
+            texts=tuple(answer.texts for answer in answers),
+            part_of=part_of,
+            row_of=row_of,
+        )
+
+    def refs(self, sequences: Sequence[int]) -> SequenceRefs:
+        """What a rank needs to fetch the given sequences."""
+        index = np.array(sequences, np.int64)
+        groups, prompt_of = np.unique(index // self.n, return_inverse=True)
+        used, part_of = np.unique(self.part_of[index], return_inverse=True)
+        return SequenceRefs(
+            numbers=tuple(sequences),
+            prompts=tuple(np.array(self.prompts[group].token_ids, np.int32) for group in groups),
+            prompt_of=prompt_of.astype(np.int32),
+            parts=tuple(self.parts[part] for part in used),
+            part_of=part_of.astype(np.int32),
+            row_of=self.row_of[index],
+        )
+
+    def fetch_texts(self, group: int) -> list[str]:
+        """[n] the responses of a group as text."""
+        return [self.texts[self.part_of[s]].fetch()[int(self.row_of[s])] for s in self._of_group(group)]
+
+    def fetch_group(self, group: int) -> RolloutGroup:
+        """A group with its tokens and texts: for people, logs and tests."""
+        texts = self.fetch_texts(group)
+        rollouts = tuple(
+            self.parts[self.part_of[s]].fetch().rollout(int(self.row_of[s]), text)
+            for s, text in zip(self._of_group(group), texts, strict=True)
+        )
+        newest = int(self.newest_version[group * self.n])
+        return RolloutGroup(self.prompts[group], rollouts, newest)
+
+    def _of_group(self, group: int) -> range:
+        return range(group * self.n, (group + 1) * self.n)
+
+
 @dataclass(frozen=True)
 class TrainBatch:
     """S sequences of tokens end to end, and per-token columns aligned with them.

@@ -18,8 +18,11 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.model import ModelConfig
@@ -30,6 +33,10 @@ from megatron_rl.data.files import BadRow
 from megatron_rl.data.formats import half_surrogates
 from megatron_rl.data.template import ChatTemplate
 from megatron_rl.errors import DataError, MissingDependency
+
+if TYPE_CHECKING:
+    # torch is slow to import, and processes that render rows do not need it.
+    from megatron_rl.types import Samples
 
 NO_INPUTS = TemplateInputs()
 CONTENT_FIELDS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
@@ -165,6 +172,18 @@ class Renderer:
         """
         left_out = {*self._eos_token_ids, *stop_ids, self._tokenizer.pad_token_id}
         return self.decode([token for token in ids if token not in left_out], skip_special_tokens=False)
+
+    def response_texts(self, samples: Samples, stop_ids: Sequence[int] = ()) -> list[str]:
+        """`response_text` of each sample, by one call of the tokenizer."""
+        left_out = [*self._eos_token_ids, *stop_ids, self._tokenizer.pad_token_id]
+        kept = ~np.isin(samples.token_ids, [token for token in left_out if token is not None])
+        counts = np.concatenate([[0], np.cumsum(kept)])
+        ids = samples.token_ids[kept].tolist()
+        rows = [ids[start:end] for start, end in pairwise([0, *counts[samples.ends].tolist()])]
+        if not self._tokenizer.is_fast:
+            return [self.decode(row, skip_special_tokens=False) for row in rows]
+        # Past transformers' own decode, which looks at every id before it passes them on.
+        return self._tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=False)
 
     def prompt_text(self, prompt: str | list[Message], inputs: TemplateInputs = NO_INPUTS) -> str:
         """The text that the model is given: for messages, the head of the assistant's turn included.

@@ -1,11 +1,38 @@
-"""Engine answers as tests compare them."""
+"""Engine answers as tests make and compare them."""
 
 from __future__ import annotations
 
-from megatron_rl.types import Rollout, Samples
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_rl.cluster.handles import InProcess
+from megatron_rl.types import EngineAnswer, Rollout, RolloutGroup, Rollouts, Samples, Texts
 
 
 def by_request(samples: Samples, n: int = 1) -> list[list[Rollout]]:
     """The n samples of each request, without text."""
     rows = [samples.rollout(row, "") for row in range(len(samples))]
     return [rows[first : first + n] for first in range(0, len(rows), n)]
+
+
+def rollouts_of(groups: Sequence[RolloutGroup], num_parts: int = 1) -> Rollouts:
+    """What a controller would hold if `num_parts` engines had answered these groups, of equal size."""
+    answers: list[EngineAnswer] = []
+    for part in range(num_parts):
+        made = [(group, rollout) for group in groups[part::num_parts] for rollout in group.rollouts]
+        rollouts = [rollout for _, rollout in made]
+        samples = Samples.from_lists(
+            [rollout.token_ids for rollout in rollouts],
+            [rollout.logprobs for rollout in rollouts],
+            [rollout.finish_reason for rollout in rollouts],
+            0,
+        )
+        versions = np.array([group.weight_version for group, _ in made], np.int32)
+        samples = replace(samples, oldest_version=versions, newest_version=versions)
+        texts = Texts.of([rollout.text for rollout in rollouts])
+        answers.append(
+            EngineAnswer(samples.lens, samples.finish, versions, versions, InProcess(samples), InProcess(texts))
+        )
+    return Rollouts.from_answers([group.prompt for group in groups], len(groups[0].rollouts), answers)

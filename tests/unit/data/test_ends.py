@@ -19,6 +19,7 @@ from megatron_rl.errors import CheckpointError, DataError, RolloutError
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling
 from megatron_rl.rollout.fake import FakeEngine
 from megatron_rl.trainers.loop import summary_lines
+from megatron_rl.types import Samples
 from megatron_rl.weights.safetensors import write_model
 from tests.helpers.config import only_fault
 from tests.helpers.data import CHATML, chat_folder, write_jsonl
@@ -198,6 +199,17 @@ def test_rewards_see_special_tokens_other_than_end_and_pad(tmp_path: Path):
     assert renderer.response_text(ids) == "<|im_start|>4<|im_end|>5"
     assert renderer.response_text(ids, [token_id(renderer, "<|im_end|>")]) == "<|im_start|>45"
     assert renderer.response_text([*renderer.encode("9"), renderer.pad_token_id]) == "9"
+
+
+def test_an_engines_answer_is_decoded_in_one_call_as_sample_by_sample(tmp_path: Path):
+    renderer = Renderer(str(base_folder(tmp_path / "model")))
+    end = token_id(renderer, "<|im_end|>")
+    rows = [renderer.encode(text) for text in ("", "<|im_start|>4<|im_end|>5<|endoftext|>", "12 + 30 = 42", "", "9")]
+    rows += [[end], [renderer.pad_token_id, *renderer.encode("x y"), end], []]
+    samples = Samples.from_lists(rows, [[0.0] * len(row) for row in rows], ["stop"] * len(rows), 0)
+    for stop_ids in ((), (end,)):
+        assert renderer.response_texts(samples, stop_ids) == [renderer.response_text(row, stop_ids) for row in rows]
+    assert renderer.response_texts(Samples.from_lists([], [], [], 0)) == []
 
 
 def save(tmp_path: Path, folder: Path, eos_token: str | None) -> Path:
