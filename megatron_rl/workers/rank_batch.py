@@ -7,6 +7,7 @@ rank, T their tokens end to end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
@@ -16,9 +17,23 @@ import torch
 
 from megatron_rl.data.batching import MicroBatches
 from megatron_rl.errors import FlowError
-from megatron_rl.types import Column, Float32, Int32, TrainBatch
+from megatron_rl.types import Column, Float32, Int32, SequenceRefs, TrainBatch
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedSequences:
+    """Sequences with masks of their own (SFT): what a data-parallel rank is given. The first token of each is never
+    trained on: nothing predicts it.
+    """
+
+    numbers: tuple[int, ...]
+    """[S] what each is called in the step"""
+    tokens: tuple[Int32, ...]
+    """[S] ids of each"""
+    masks: tuple[npt.NDArray[np.bool_], ...]
+    """[S] which of them are trained on"""
 
 
 class RankBatch:
@@ -33,6 +48,14 @@ class RankBatch:
         self.numbers = tuple(numbers)
         self._batch = batch
         self._place = {number: i for i, number in enumerate(self.numbers)}
+
+    @staticmethod
+    def load(source: SequenceRefs | MaskedSequences) -> RankBatch:
+        """From references to what engines sampled, or from sequences as they are."""
+        if isinstance(source, MaskedSequences):
+            return RankBatch(source.numbers, masked_sequences(source.tokens, source.masks))
+        responses, logprobs = source.fetch()
+        return RankBatch(source.numbers, end_to_end(source.prompts, source.prompt_of.tolist(), responses, logprobs))
 
     @property
     def num_sequences(self) -> int:
@@ -150,7 +173,7 @@ def end_to_end(
 
 
 def masked_sequences(tokens: Sequence[Int32], masks: Sequence[npt.NDArray[np.bool_]]) -> TrainBatch:
-    """Sequences with a mask of their own (SFT). The first token of each is never trained on: nothing predicts it."""
+    """See MaskedSequences."""
     lens = tuple(len(ids) for ids in tokens)
     mask = torch.from_numpy(_joined(masks, np.bool_))
     mask[[0, *accumulate(lens)][: len(lens)]] = False
