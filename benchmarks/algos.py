@@ -24,8 +24,10 @@ from megatron_rl.algos.correction import correct_rollouts
 from megatron_rl.algos.estimators import ESTIMATORS
 from megatron_rl.algos.estimators.grpo import Grpo
 from megatron_rl.algos.gae import gae
-from megatron_rl.algos.losses import LOSSES, PolicyInputs, sequence_means_of
+from megatron_rl.algos.losses import LOSSES
+from megatron_rl.algos.losses.base import LossTokens
 from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.algos.token_losses import sequence_means_of
 from megatron_rl.data.batching import from_rollouts, plan_batches, select_micro_batches
 from megatron_rl.learning.credit import credit
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
@@ -71,7 +73,7 @@ class Batch:
         """Loss and gradient of all tokens."""
         new = self.new.clone().requires_grad_()
         means = sequence_means_of(self.columns, lambda sums: sums)
-        losses, _ = LOSSES[name](PolicyInputs(new, self.old, advantages, 0.2, 0.28, 3.0, sequence_means=means))
+        losses, _ = LOSSES[name]()(LossTokens(new, self.old, advantages, means))
         losses.mean().backward()
 
 

@@ -126,7 +126,7 @@ def _computed(lens: Sequence[int], packing: bool) -> int:
 
 def step_seconds(trainable, micros: list[TrainBatch], repeats: int) -> tuple[float, float]:
     """Median seconds of an optimizer step after one that warms up, and the first step's loss."""
-    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.algos.token_losses import nll_loss
     from megatron_rl.mcore.step import train_step
 
     taken, losses = [], []

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.algos.gae import Sums, alone
-
-Values = dict[str, torch.Tensor]
+from megatron_rl.algos.losses.base import TokenMetrics
 
 
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, clip_range: float | None
-) -> tuple[torch.Tensor, Values]:
+) -> tuple[torch.Tensor, TokenMetrics]:
     """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 of each token, c = clip_range; None does not clip.
 
     Schulman et al. 2017 (PPO), in the form of its reference code. values, old_values, returns: [n] over trained

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
+from megatron_rl.algos.token_losses import TokenLoss
 from megatron_rl.mcore.build import Model, Trainable
 from megatron_rl.mcore.finite import bad_gradients, bad_losses
 from megatron_rl.mcore.logprobs import linear_logprobs
@@ -23,11 +24,6 @@ from megatron_rl.mcore.packing import MicroBatch, pack
 from megatron_rl.parallel.collectives import any_rank, reduce_metrics
 from megatron_rl.parallel.groups import cp_group, dp_cp_group
 from megatron_rl.types import Metric, StepReport, TrainBatch
-
-TokenLoss = Callable[
-    [torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]
-]
-"""(logprobs [n], entropy [n], columns {name: [n]}) -> (losses [n], {metric: values [n]}). Nothing is averaged here."""
 
 
 def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl.algos.token_losses import TokenLoss
 from megatron_rl.mcore.build import Model, Trainable
 from megatron_rl.mcore.packing import MicroBatch
-from megatron_rl.mcore.step import TokenLoss, forward_columns, head_logprobs, optimizer_step, predicting_rows
+from megatron_rl.mcore.step import forward_columns, head_logprobs, optimizer_step, predicting_rows
 from megatron_rl.types import StepReport, TrainBatch
 
 ValueLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.algos.losses import LOSSES, TokenLoss, nll_loss, policy_objective
+from megatron_rl.algos.token_losses import KlTerm, TokenLoss, UpdateLoss, nll_loss
 from megatron_rl.cluster.dispatch import Collect, Split, dispatch
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.actor import ActorConfig
@@ -82,20 +82,9 @@ def actor_objective(actor: ActorConfig) -> TokenLoss:
     """The token loss of a policy update, as configured. Called on a rank whose groups exist."""
     from megatron_rl.parallel.groups import cp_group
 
-    return policy_objective(
-        LOSSES[actor.loss_mode],
-        clip_low=actor.clip_low,
-        clip_high=actor.clip_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        tau_pos=actor.tau_pos,
-        tau_neg=actor.tau_neg,
-        entropy_coeff=actor.entropy_coeff,
-        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        kl_loss_type=actor.kl_loss_type,
-        kl_importance=actor.kl_loss_importance,
-        # Context parallelism spreads the tokens of a sequence over ranks.
-        add_up=adder(cp_group()),
-    )
+    kl = KlTerm(actor.kl_loss_coef if actor.use_kl_loss else 0.0, actor.kl_loss_type, actor.kl_loss_importance)
+    # Context parallelism spreads the tokens of a sequence over ranks.
+    return UpdateLoss(actor.loss, actor.entropy_coeff, kl, add_up=adder(cp_group()))
 
 
 class PolicyWorker:

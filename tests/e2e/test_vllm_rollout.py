@@ -68,7 +68,7 @@ def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
 
 
 def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
-    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.algos.token_losses import nll_loss
     from megatron_rl.mcore import convert, step
     from megatron_rl.reshard.publisher import FullPublisher
     from megatron_rl.rollout.engine import Request, Sampling, make_engine
@@ -133,7 +133,7 @@ def test_w7_w8_engine_follows_the_trainer_through_three_updates(folder: str) -> 
 
 
 def _experts_on_rank(rank: int, world: int, folder: str) -> list[float]:
-    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.algos.token_losses import nll_loss
     from megatron_rl.mcore import convert, step
     from megatron_rl.reshard.publisher import FullPublisher
     from megatron_rl.rollout.engine import make_engine

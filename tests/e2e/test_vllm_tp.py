@@ -82,7 +82,7 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     """An actor and its part of an engine of two ranks, before and after one update."""
     from megatron.core import parallel_state
 
-    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.algos.token_losses import nll_loss
     from megatron_rl.mcore import convert, shards, step
     from megatron_rl.parallel.topology import topology_of
     from megatron_rl.trainers.placement import engine_order

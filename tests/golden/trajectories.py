@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algos.losses import LOSSES, nll_loss, policy_objective
+from megatron_rl.algos.losses.ppo_clip import PpoClip
 from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.algos.token_losses import KlTerm, UpdateLoss, nll_loss
 from megatron_rl.types import TrainBatch
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
@@ -47,9 +48,8 @@ def train(rank: int, world: int, folder: str, objective: str, agg: str, layout: 
     trainable = build(folder, actor, world, init_std=INIT_STD)
     loss = nll_loss
     if objective == "grpo":
-        loss = policy_objective(
-            LOSSES["ppo_clip"], clip_low=0.2, clip_high=0.28, entropy_coeff=0.01, kl_loss_coef=0.05, kl_loss_type="k3"
-        )
+        clip = PpoClip(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=None)
+        loss = UpdateLoss(clip, entropy_coeff=0.01, kl=KlTerm(0.05, "k3"))
     trajectory = []
     for number in range(STEPS):
         batch = _batch(number % 2, agg)

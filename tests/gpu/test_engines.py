@@ -38,7 +38,7 @@ def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     """Greedy tokens after each publish, the engine asleep between them; and of a fresh engine that vLLM loads."""
     from dataclasses import replace
 
-    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.algos.token_losses import nll_loss
     from megatron_rl.mcore import convert, step
     from megatron_rl.parallel.topology import topology_of
     from megatron_rl.rollout.engine import make_engine

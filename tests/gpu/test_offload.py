@@ -47,7 +47,7 @@ def _build(folder: str, dtype: str, distributed: bool) -> Any:
 
 
 def _step(trainable: Any, seed: int) -> tuple[float, float]:
-    from megatron_rl.algos.losses import nll_loss
+    from megatron_rl.algos.token_losses import nll_loss
     from megatron_rl.mcore.step import train_step
 
     report, _ = train_step(trainable, [random_batch(seed, LENGTHS, 128)], nll_loss, 1.0)

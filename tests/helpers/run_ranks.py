@@ -41,7 +41,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "pytest",
-    "megatron_rl.algos.losses",
+    "megatron_rl.algos.token_losses",
     "megatron_rl.config.sections.actor",
     "megatron_rl.data.batching",
     "megatron_rl.mcore.build",

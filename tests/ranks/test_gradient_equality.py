@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algos.losses import nll_loss
+from megatron_rl.algos.token_losses import nll_loss
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
 from tests.helpers.training import build, make_actor, my_micro_batches

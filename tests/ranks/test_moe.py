@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algos.losses import nll_loss
+from megatron_rl.algos.token_losses import nll_loss
 from megatron_rl.rollout.hf_engine import checkpoint_views
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_tiny

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.algos.losses import nll_loss
 from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.algos.token_losses import nll_loss
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
 from tests.helpers.training import build, make_actor, my_micro_batches

@@ -32,11 +32,12 @@ def group_size(cfg: RunConfig) -> list[Fault]:
 def clip_range(cfg: RunConfig) -> list[Fault]:
     """A ratio is never negative."""
     actor = cfg.actor
-    if not cfg.needs.rollouts or actor.clip_low <= 1:
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    if not cfg.needs.rollouts or low <= 1:
         return []
     key = "actor.clip_ratio" if actor.clip_ratio_low is None else "actor.clip_ratio_low"
     cure = "use at most 1.0, which does not clip"
-    return [Fault(key, actor.clip_low, "the range below 1 ends at a ratio of 0", cure)]
+    return [Fault(key, low, "the range below 1 ends at a ratio of 0", cure)]
 
 
 def overlong_buffer(cfg: RunConfig) -> list[Fault]:

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megatron_rl.algos.losses import LOSSES
+from megatron_rl.algos.losses.base import PolicyLoss
 from megatron_rl.config.names import LOSS_MODES
 from megatron_rl.config.sections.base import OneOf, UserPath, section
 from megatron_rl.models.shape import stage_layers
@@ -143,14 +145,11 @@ class ActorConfig(ParallelConfig):
         return tuple(kind for kind, leaves in kinds.items() if leaves)
 
     @property
-    def clip_low(self) -> float:
-        """Range below 1 that is in force."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def clip_high(self) -> float:
-        """Range above 1 that is in force."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+    def loss(self) -> PolicyLoss:
+        """The policy loss with its settings."""
+        chosen = LOSSES[self.loss_mode]
+        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+        return chosen(**{name: getattr(self, name) for name in names if name in chosen.__dataclass_fields__})
 
 
 @section

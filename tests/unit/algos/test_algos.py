@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from megatron_rl.algos.correction import mismatch_metrics
 from megatron_rl.algos.estimators import ESTIMATORS
 from megatron_rl.algos.groups import flat_groups
-from megatron_rl.algos.losses import LOSSES, PolicyInputs, policy_objective, ppo_clip_loss
+from megatron_rl.algos.losses import LOSSES
+from megatron_rl.algos.losses.base import LossTokens
+from megatron_rl.algos.losses.ppo_clip import PpoClip
 from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.algos.token_losses import KlTerm, UpdateLoss
 from megatron_rl.config.names import ADV_ESTIMATORS, LOSS_MODES
 
 
@@ -31,7 +34,8 @@ def test_flat_groups_are_found_whatever_their_score() -> None:
 @given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), min_size=1, max_size=12))
 def test_ppo_clip_equals_a_loop_over_tokens(tokens: list[tuple[float, float, float]]) -> None:
     new, old, adv = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True))
-    losses, values = ppo_clip_loss(PolicyInputs(new, old, adv, 0.2, 0.28))
+    clip = PpoClip(clip_ratio_high=0.28, clip_ratio_c=None)
+    losses, values = clip(LossTokens(new, old, adv))
     for i, (lp, lo, a) in enumerate(tokens):
         ratio = math.exp(lp - lo)
         free, clipped = ratio * a, min(max(ratio, 0.8), 1.28) * a
@@ -43,10 +47,7 @@ def test_n7_ratio_is_one_where_old_logprobs_are_the_policys_own() -> None:
     """N7: without an old_logprobs column the ratio is exactly 1, and the gradient is that of -A log p."""
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, -0.5, 2.0])
-    objective = policy_objective(
-        ppo_clip_loss, clip_low=0.2, clip_high=0.2, entropy_coeff=0.0, kl_loss_coef=0.0, kl_loss_type="k3"
-    )
-    losses, values = objective(logprobs, torch.zeros(3), {"advantages": advantages})
+    losses, values = UpdateLoss(PpoClip())(logprobs, torch.zeros(3), {"advantages": advantages})
     losses.sum().backward()
     assert values["ratio"].tolist() == [1.0, 1.0, 1.0]
     assert torch.equal(logprobs.grad, -advantages)  # type: ignore[arg-type]
@@ -54,9 +55,7 @@ def test_n7_ratio_is_one_where_old_logprobs_are_the_policys_own() -> None:
 
 def test_entropy_bonus_and_kl_enter_the_objective_with_their_coefficients() -> None:
     logprobs, ref, entropy = torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([0.7])
-    objective = policy_objective(
-        ppo_clip_loss, clip_low=0.2, clip_high=0.2, entropy_coeff=0.1, kl_loss_coef=2.0, kl_loss_type="k2"
-    )
+    objective = UpdateLoss(PpoClip(), entropy_coeff=0.1, kl=KlTerm(2.0, "k2"))
     losses, values = objective(logprobs, entropy, {"advantages": torch.tensor([3.0]), "ref_logprobs": ref})
     assert float(losses) == pytest.approx(-3.0 - 0.1 * 0.7 + 2.0 * 0.125)
     assert float(values["kl_ref"]) == pytest.approx(0.125)

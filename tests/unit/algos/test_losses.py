@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algos.losses import LOSSES, PolicyInputs, policy_objective, sequence_means_of
+from megatron_rl.algos.losses import LOSSES
+from megatron_rl.algos.losses.base import LossTokens, PolicyLoss
+from megatron_rl.algos.losses.cispo import Cispo
+from megatron_rl.algos.losses.gspo import Gspo
+from megatron_rl.algos.losses.ppo_clip import PpoClip
+from megatron_rl.algos.losses.reinforce import Reinforce
+from megatron_rl.algos.losses.sapo import Sapo
+from megatron_rl.algos.token_losses import KlTerm, UpdateLoss, sequence_means_of
 
 LOW, HIGH, C, TAU_POS, TAU_NEG = 0.2, 0.28, 3.0, 1.0, 1.05
 Token = tuple[float, float, float]
@@ -83,18 +90,13 @@ def _columns(sequences: list[list[Token]]) -> dict[str, torch.Tensor]:
     }
 
 
-def _objective(name: str, **given: float) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    return policy_objective(
-        LOSSES[name],
-        clip_low=LOW,
-        clip_high=HIGH,
-        clip_ratio_c=C,
-        tau_pos=TAU_POS,
-        tau_neg=TAU_NEG,
-        entropy_coeff=given.get("entropy_coeff", 0.0),
-        kl_loss_coef=given.get("kl_loss_coef", 0.0),
-        kl_loss_type="k2",
-    )
+MADE: dict[str, PolicyLoss] = {
+    "ppo_clip": PpoClip(clip_ratio_high=HIGH, clip_ratio_c=C),
+    "gspo": Gspo(clip_ratio_low=LOW, clip_ratio_high=HIGH),
+    "cispo": Cispo(clip_ratio_low=LOW, clip_ratio_high=HIGH),
+    "sapo": Sapo(tau_pos=TAU_POS, tau_neg=TAU_NEG),
+    "reinforce": Reinforce(),
+}
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -102,7 +104,7 @@ def _objective(name: str, **given: float) -> Callable[..., tuple[torch.Tensor, d
 @given(sequences=SEQUENCES)
 def test_losses_and_gradients_equal_a_loop_over_tokens(name: str, sequences: list[list[Token]]) -> None:
     new = torch.tensor([p for s in sequences for p, _, _ in s], dtype=torch.float64, requires_grad=True)
-    losses, values = _objective(name)(new, torch.zeros_like(new), _columns(sequences))
+    losses, values = UpdateLoss(MADE[name])(new, torch.zeros_like(new), _columns(sequences))
     losses.sum().backward()
     wanted = [SLOW[name](sequence, t) for sequence in sequences for t in range(len(sequence))]
     assert losses.tolist() == pytest.approx([value for value, _ in wanted], abs=1e-12)
@@ -117,7 +119,7 @@ def test_n7_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     sequences = [[(-1.0, 0.0, 1.0), (-2.0, 0.0, -0.5)], [(-0.5, 0.0, 2.0)]]
     columns = {key: column for key, column in _columns(sequences).items() if key != "old_logprobs"}
     new = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
-    losses, values = _objective(name)(new, torch.zeros_like(new), columns)
+    losses, values = UpdateLoss(MADE[name])(new, torch.zeros_like(new), columns)
     losses.sum().backward()
     assert values["ratio"].tolist() == [1.0, 1.0, 1.0]
     assert new.grad is not None and new.grad.tolist() == pytest.approx([-1.0, 0.5, -2.0])
@@ -134,7 +136,7 @@ def test_a_ratio_beyond_float32_leaves_no_infinity(name: str) -> None:
         "segment_ids": torch.arange(4),
         "sequence_lens": torch.ones(4, dtype=torch.int64),
     }
-    losses, _ = _objective(name)(new, torch.zeros(4), columns)
+    losses, _ = UpdateLoss(MADE[name])(new, torch.zeros(4), columns)
     losses.sum().backward()
     assert new.grad is not None and bool(losses.isfinite().all()) and bool(new.grad.isfinite().all())
 
@@ -147,7 +149,7 @@ def test_rollout_weights_scale_the_policy_loss_alone() -> None:
         "ref_logprobs": torch.tensor([-1.5, -2.5]),
         "rollout_weights": torch.tensor([0.5, 0.0]),
     }
-    losses, _ = _objective("ppo_clip", entropy_coeff=0.1, kl_loss_coef=2.0)(new, entropy, columns)
+    losses, _ = UpdateLoss(MADE["ppo_clip"], entropy_coeff=0.1, kl=KlTerm(2.0, "k2"))(new, entropy, columns)
     assert losses.tolist() == pytest.approx([0.5 * -3.0 - 0.07 + 0.25, -0.03 + 0.25])
 
 
@@ -163,7 +165,19 @@ def test_sequence_means_add_up_over_ranks_that_share_the_sequences() -> None:
 
 def test_dual_clip_counts_the_tokens_it_stops() -> None:
     new, old = torch.log(torch.tensor([0.8, 0.8])), torch.log(torch.tensor([0.1, 0.1]))
-    inputs = PolicyInputs(new, old, torch.tensor([-1.0, 1.0]), 0.2, 0.2, clip_ratio_c=3.0)
-    losses, values = LOSSES["ppo_clip"](inputs)
+    losses, values = PpoClip(clip_ratio_c=3.0)(LossTokens(new, old, torch.tensor([-1.0, 1.0])))
     assert losses.tolist() == pytest.approx([3.0, -1.2])
     assert values["dual_clip_frac"].tolist() == [1.0, 0.0]
+
+
+def test_a_loss_of_sequences_says_that_it_needs_them() -> None:
+    tokens = LossTokens(torch.zeros(1), torch.zeros(1), torch.ones(1))
+    with pytest.raises(ValueError, match="no segment_ids"):
+        Gspo()(tokens)
+
+
+def test_settings_are_checked_where_they_are_given() -> None:
+    with pytest.raises(ValueError, match="tau_pos"):
+        Sapo(tau_pos=-1.0)
+    with pytest.raises(ValueError, match="tau"):
+        Sapo(**{"tau": 1.0})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.algos.losses.base import ClipRange
 from megatron_rl.config.checks.unused import idle_settings
 from megatron_rl.config.load import Resolved, resolve
 from megatron_rl.config.verl import rules
@@ -199,7 +200,8 @@ def test_a_script_of_verl_passes_and_means_the_same(
         stages = (actor.num_layers_in_first_pipeline_stage, actor.num_layers_in_last_pipeline_stage)
         # verl's default is sequence parallelism where there are tensor-parallel ranks.
         assert (actor.tp, actor.pp, actor.cp, actor.sequence_parallel, stages) == (2, 4, 1, True, (1, 1))
-    low, high, mode = actor.clip_low, actor.clip_high, actor.loss_agg_mode
+    assert isinstance(actor.loss, ClipRange)
+    low, high, mode = actor.loss.clip_low, actor.loss.clip_high, actor.loss_agg_mode
     expected = {
         "dapo": (0.2, 0.28, "token-mean"),
         "gspo": (3e-4, 4e-4, "seq-mean-token-mean"),
