@@ -20,8 +20,7 @@ class BatchWorker:
     """Methods with a result are called on all ranks at once (cluster/worker_group.py).
 
     Every rank of a data-parallel replica loads the same sequences. Columns are on the last pipeline stage, where
-    passes end; ranks of other stages have tokens alone, take no part in work on columns, and nobody reads what they
-    return.
+    passes end; ranks of other stages have tokens alone and no part in work on columns.
     """
 
     def __init__(self, cfg: RunConfig, add_up: Sums, has_columns: bool) -> None:
