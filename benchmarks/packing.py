@@ -110,7 +110,7 @@ def throughput(device: str, count: int, max_tokens: int, repeats: int) -> None:
         actor = ActorConfig(packing=packing)
         policy = build.build_model(shape, actor, dtype, torch.device(device))
         convert.load_hf(policy, RandomSource(1, shape.initializer_range))
-        trainable = build.make_trainable(policy, actor, 100)
+        trainable = build.make_trainable(policy, actor.optim, 100)
         taken, loss = step_seconds(trainable, [batch.select(micro) for micro in micros], repeats)
         computed = sum(_computed([lens[s] for s in micro], packing) for micro in micros)
         print(
@@ -127,12 +127,14 @@ def _computed(lens: Sequence[int], packing: bool) -> int:
 def step_seconds(trainable, micros: list[TrainBatch], repeats: int) -> tuple[float, float]:
     """Median seconds of an optimizer step after one that warms up, and the first step's loss."""
     from megatron_rl.algos.token_losses import nll_loss
-    from megatron_rl.mcore.step import train_step
+    from megatron_rl.mcore.objectives import token_objective
+    from megatron_rl.mcore.step import optimizer_step
 
+    objective = token_objective(trainable.model, nll_loss, 1.0)
     taken, losses = [], []
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        report, _ = train_step(trainable, micros, nll_loss, 1.0)
+        report, _ = optimizer_step(trainable, micros, objective)
         taken.append(time.perf_counter() - start)
         losses.append(report.loss)
     return statistics.median(taken[1:]), losses[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 from megatron_rl.cluster.dispatch import Call
@@ -42,10 +43,10 @@ class Backend(Protocol):
 
 
 def timed_call(worker: object, method: str, call: Call, keep: bool) -> Answer:
-    """Call a worker's method and measure it."""
+    """Call a worker's method, or that of a component ("train.step"), and measure it."""
     args, kwargs = call
     start = time.perf_counter()
-    value = getattr(worker, method)(*args, **kwargs)
+    value = attrgetter(method)(worker)(*args, **kwargs)
     return Answer(value if keep else None, time.perf_counter() - start)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
 from megatron_rl.config.algorithms import ALGORITHMS, Needs
-from megatron_rl.config.sections.actor import ActorConfig, RefConfig
+from megatron_rl.config.sections.actor import ActorConfig, LossAggMode, OptimConfig, ParallelConfig, RefConfig
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.sections.base import section
 from megatron_rl.config.sections.cluster import ClusterConfig
@@ -18,6 +18,24 @@ from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.engines import ENGINES, Engine
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How the model of one role trains, every default filled in: a view of the sections `actor` and `critic`."""
+
+    parallel: ParallelConfig
+    optim: OptimConfig
+    mini_batch_size: int
+    """Prompts (SFT: sequences) of one optimizer step."""
+    micro_batch_size: int | None
+    """Maximum sequences per forward pass and rank; None if there is no limit."""
+    max_tokens_per_gpu: int
+    epochs: int
+    """Passes over the rollouts of one step."""
+    loss_agg_mode: LossAggMode
+    offloaded: tuple[str, ...]
+    """What leaves the device outside the model's own passes: params, grads, optimizer."""
 
 
 @section
@@ -51,19 +69,34 @@ class RunConfig:
         return self.needs.rollouts and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
 
     @property
-    def critic_training(self) -> ActorConfig:
-        """How the critic trains, in the actor's terms: its own keys where given, else the actor's."""
-        critic = self.critic
-        names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu", "ppo_epochs", "recompute")
-        own = {name: getattr(critic, name) for name in names if getattr(critic, name) is not None}
-        return replace(
-            self.actor,
+    def actor_training(self) -> TrainingConfig:
+        """How the actor trains."""
+        actor = self.actor
+        return TrainingConfig(
+            parallel=actor,
+            optim=actor.optim,
+            mini_batch_size=self.mini_batch_size,
+            micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
+            max_tokens_per_gpu=actor.max_tokens_per_gpu,
+            epochs=actor.ppo_epochs,
+            loss_agg_mode=actor.loss_agg_mode,
+            offloaded=actor.offloaded,
+        )
+
+    @property
+    def critic_training(self) -> TrainingConfig:
+        """How the critic trains: by its own keys if they are set, else as the actor."""
+        critic, actor = self.critic, self.actor_training
+        recompute = self.actor.recompute if critic.recompute is None else critic.recompute
+        return TrainingConfig(
+            parallel=replace(self.actor, recompute=recompute),
             optim=critic.optim,
+            mini_batch_size=critic.ppo_mini_batch_size or actor.mini_batch_size,
+            micro_batch_size=critic.ppo_micro_batch_size_per_gpu or actor.micro_batch_size,
+            max_tokens_per_gpu=critic.max_tokens_per_gpu or actor.max_tokens_per_gpu,
+            epochs=critic.ppo_epochs or actor.epochs,
             loss_agg_mode=critic.loss_agg_mode,
-            param_offload=critic.param_offload,
-            grad_offload=critic.grad_offload,
-            optimizer_offload=critic.optimizer_offload,
-            **own,
+            offloaded=critic.offloaded,
         )
 
     @property

@@ -95,10 +95,10 @@ def _critic_rows(cfg: RunConfig) -> list[Row]:
     """The critic's own updates; none where it has no transformer of its own."""
     if not cfg.critic.enable or cfg.critic.share_backbone:
         return []
-    part, batch = cfg.critic_training, cfg.data.train_batch_size
-    mini = part.ppo_mini_batch_size or cfg.mini_batch_size
-    how = f"{batch // mini} mini-batches of {mini} prompts * {part.ppo_epochs} ppo_epochs"
-    return [Row("critic's updates of a step", batch // mini * part.ppo_epochs, how)]
+    training, batch = cfg.critic_training, cfg.data.train_batch_size
+    num_minis = batch // training.mini_batch_size
+    how = f"{num_minis} mini-batches of {training.mini_batch_size} prompts * {training.epochs} ppo_epochs"
+    return [Row("critic's updates of a step", num_minis * training.epochs, how)]
 
 
 def _budget(cfg: RunConfig) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.resources import Device, resolve_device
@@ -19,6 +20,8 @@ from megatron_rl.types import Prompt, Rollout, RolloutGroup
 from megatron_rl.workers.judge import JudgePlan, JudgeWorker
 from megatron_rl.workers.reward_model import RewardModelPlan, RewardModelWorker, same_rendering
 
+WorkerT = TypeVar("WorkerT")
+
 _EMPTY = Rollout((), (), "stop", "")
 
 
@@ -29,7 +32,8 @@ class RunRewards:
         """Starts the reward processes; models start with `start_models`."""
         self._cfg = cfg
         self._groups: dict[str, WorkerGroup] = {}
-        self._scorer = RewardScorer(cfg.reward, models={"model": self._by("model"), "judge": self._by("judge")})
+        models = {"model": self._by("model", RewardModelWorker.score), "judge": self._by("judge", JudgeWorker.score)}
+        self._scorer = RewardScorer(cfg.reward, models=models)
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
         """Look at every row's ground truth, and score an empty response to the first prompt of each data source,
@@ -73,15 +77,15 @@ class RunRewards:
         finally:
             self._scorer.close()
 
-    def _by(self, name: str) -> ModelFn:
+    def _by(self, name: str, method: Callable[[WorkerT, Sequence[RewardSample]], list[RewardResult]]) -> ModelFn:
         def score(samples: Sequence[RewardSample]) -> Results:
             group = self._groups.get(name)
             if group is None:
                 # Before the models are there, a preflight checks the rules around them.
                 return [RewardResult(0.0)] * len(samples)
             count = group.grid.world
-            parts = group.score([list(samples[i::count]) for i in range(count)])
-            return [parts[i % count][i // count] for i in range(len(samples))]
+            results = group.each_dp(method, [list(samples[i::count]) for i in range(count)])
+            return [results[i % count][i // count] for i in range(len(samples))]
 
         return score
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.config.sections.actor import ActorConfig, OptimConfig, ParallelConfig
+from megatron_rl.config.sections.actor import OptimConfig, ParallelConfig
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.norm import RMSNorm
@@ -33,6 +33,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 class ModelChunk(GPTModel):
     """A GPTModel that ends at the hidden states: the head's logits are never built whole (mcore/logprobs.py)."""
+
+    value_head: ValueHead | None
+    """What turns hidden states into values, on the last chunk of a critic."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states
@@ -259,31 +262,29 @@ def build_model(
             )
             if chunk.post_process and not lm_head:
                 del chunk.output_layer
-            if chunk.post_process and value_head:
-                chunk.value_head = ValueHead(shape.hidden_size)
+            chunk.value_head = ValueHead(shape.hidden_size) if chunk.post_process and value_head else None
         model.chunks.append(chunk.to(device=device, dtype=DTYPES[dtype]))
     return model
 
 
-def make_trainable(model: Model, actor: ActorConfig, total_steps: int) -> Trainable:
+def make_trainable(model: Model, optim: OptimConfig, total_steps: int) -> Trainable:
     """Wrap a filled model for training. Its weights must be loaded: the optimizer copies them as its masters.
 
     total_steps: optimizer steps of the run, for the decay of the learning rate.
     """
-    half = model.config.params_dtype == torch.bfloat16
+    half, parallel = model.config.params_dtype == torch.bfloat16, model.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=actor.use_distributed_optimizer,
-        overlap_grad_reduce=actor.overlap_grad_reduce,
-        overlap_param_gather=actor.overlap_param_gather,
-        bucket_size=actor.overlap_bucket_size,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.overlap_bucket_size,
     )
     # Chunks after the first are one bucket each: their communication hides behind the other chunks' work.
     chunks: list[torch.nn.Module] = [
         DistributedDataParallel(model.config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)
     ]
-    optim = actor.optim
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -297,8 +298,8 @@ def make_trainable(model: Model, actor: ActorConfig, total_steps: int) -> Traina
             clip_grad=optim.grad_clip or math.inf,
             bf16=half,
             params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=actor.use_distributed_optimizer,
-            overlap_param_gather=actor.overlap_param_gather,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
         ),
         cast(Any, chunks),
         use_gloo_process_groups=False,

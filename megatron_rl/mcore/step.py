@@ -11,15 +11,11 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 
-from megatron_rl.algos.token_losses import TokenLoss
 from megatron_rl.mcore.build import Model, Trainable
 from megatron_rl.mcore.finite import bad_gradients, bad_losses
-from megatron_rl.mcore.logprobs import linear_logprobs
+from megatron_rl.mcore.heads import Reader
+from megatron_rl.mcore.objectives import Objective
 from megatron_rl.mcore.packing import MicroBatch, pack
 from megatron_rl.parallel.collectives import any_rank, reduce_metrics
 from megatron_rl.parallel.groups import cp_group, dp_cp_group
@@ -56,29 +52,6 @@ def _forward(chunk: Any, micro: MicroBatch) -> torch.Tensor:
     )
 
 
-def predicting_rows(model: Model, hidden: torch.Tensor, micro: MicroBatch, *, partial_grads: bool) -> torch.Tensor:
-    """[n, h] hidden states that predict the trained tokens, equal on all tensor-parallel ranks, from [t (/ tp), 1, h].
-
-    partial_grads: each rank's gradient of them is its part of a sum (a head split over ranks); False: every rank has
-    the whole gradient (a head that every rank holds).
-    """
-    if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_grads)
-    elif partial_grads:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
-    return hidden.squeeze(1).index_select(0, micro.predictors)
-
-
-def head_logprobs(
-    model: Model, hidden: torch.Tensor, micro: MicroBatch, temperature: float
-) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities and entropies [n] float32, and greedy hits [n] bool, at the trained tokens, from [t (/ tp),
-    1, h] hidden states.
-    """
-    rows = predicting_rows(model, hidden, micro, partial_grads=True)
-    return linear_logprobs(rows, model.head_weight(), micro.targets, temperature, model.vocab_shard())
-
-
 def _run(
     model: Model, micros: list[MicroBatch], loss_of: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
 ) -> list[Any]:
@@ -100,10 +73,6 @@ def _run(
     )
 
 
-Reader = Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]]
-"""(micro-batch, [t (/ tp), 1, h] hidden states) -> {column: values [n] at the trained tokens}"""
-
-
 @torch.no_grad()
 def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -> list[dict[str, torch.Tensor]]:
     """What `read` gives of each micro-batch, as [T] float32 columns on the CPU, 0 where loss_mask is False.
@@ -122,16 +91,6 @@ def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -
     names = list(found[0]) if found else []
     columns = [_columns(micros, [values[name] for values in found]) for name in names]
     return [dict(zip(names, of_micro, strict=True)) for of_micro in zip(*columns, strict=True)]
-
-
-def forward_logprobs(model: Model, batches: Sequence[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
-    """Per micro-batch {"logprobs", "entropy", "greedy"} (see forward_columns), of softmax(logits / temperature)."""
-
-    def read(micro: MicroBatch, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        names = ("logprobs", "entropy", "greedy")
-        return dict(zip(names, head_logprobs(model, hidden, micro, temperature), strict=True))
-
-    return forward_columns(model, batches, read)
 
 
 def _columns(micros: Sequence[MicroBatch], found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -158,10 +117,6 @@ def _add(found: Sequence[tuple[dict[str, torch.Tensor], dict[str, float]]]) -> d
         name: Metric(total, sum(counts[name] for _, counts in found))
         for name, total in zip(names, sums.tolist(), strict=True)
     }
-
-
-Objective = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]]
-"""(micro-batch, hidden states) -> (losses [n], {metric: values [n]}, a column [n] to hand back), at trained tokens"""
 
 
 def optimizer_step(
@@ -231,15 +186,3 @@ def _apply_gradient(optimizer: MegatronOptimizer, norm: float) -> None:
             clip_grad_by_total_norm_fp32(params, max_norm=part.config.clip_grad, total_norm=norm)
     updated = optimizer.step_with_ready_grads()
     assert updated, "an optimizer without a loss scaler takes every step"
-
-
-def train_step(
-    trainable: Trainable, batches: Sequence[TrainBatch], token_loss: TokenLoss, temperature: float
-) -> tuple[StepReport, list[torch.Tensor]]:
-    """optimizer_step on a loss of the log-probabilities; the columns are those that the update started from."""
-
-    def objective(micro: MicroBatch, hidden: torch.Tensor) -> Any:
-        logprobs, entropy, _ = head_logprobs(trainable.model, hidden, micro, temperature)
-        return *token_loss(logprobs, entropy, micro.columns), logprobs
-
-    return optimizer_step(trainable, batches, objective)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import warnings
 from typing import TextIO
 
 LOUD = (
@@ -20,6 +22,16 @@ LOUD = (
     "fsspec",
 )
 """Third-party loggers that are heard from WARNING on."""
+
+NOISE = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.",
+    "You are using a Python version",
+)
+"""How warnings begin that Megatron and torch give about themselves."""
 
 _step: int | None = None
 
@@ -38,6 +50,12 @@ def setup_logging(role: str, rank: int = 0, level: int = logging.INFO) -> None:
     root.setLevel(level)
     for name in LOUD:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+def quiet_libraries() -> None:
+    """Drop warnings of megatron and torch about themselves; those of the run are not among them."""
+    for start in NOISE:
+        warnings.filterwarnings("ignore", message=re.escape(start))
 
 
 def set_step(step: int | None) -> None:

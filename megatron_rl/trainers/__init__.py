@@ -20,9 +20,10 @@ from megatron_rl.observe.versions import run_record
 from megatron_rl.trainers import loop
 from megatron_rl.trainers.before import inspect, require_weights
 from megatron_rl.trainers.grpo import GrpoTrainer
-from megatron_rl.trainers.placement import start_policy
+from megatron_rl.trainers.placement import start_workers
 from megatron_rl.trainers.ppo import PpoTrainer
 from megatron_rl.trainers.sft import SftTrainer
+from megatron_rl.workers.train import TrainWorker
 
 TRAINERS: dict[str, Callable[[RunConfig], loop.Trainer]] = {
     "grpo": GrpoTrainer,
@@ -100,10 +101,10 @@ def export(cfg: RunConfig, out: str) -> None:
     require_weights(cfg, needs_rewards=False)
     progress = Progress()
     with progress.phase("start workers"):
-        policy = start_policy(cfg, total_optimizer_steps=1, with_engine=False)
+        workers = start_workers(cfg, optimizer_steps=1, with_engine=False)
     try:
         with progress.phase(f"write {out}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            policy.save_hf(out)
+            workers.train.rank0(TrainWorker.save, "actor", out)
     finally:
-        policy.close()
+        workers.close()

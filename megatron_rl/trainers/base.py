@@ -18,9 +18,7 @@ import torch
 from megatron_rl.algos.kl import KL_ESTIMATORS
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.cluster import stop
-from megatron_rl.cluster.worker_group import WorkerGroup
-from megatron_rl.config.run import RunConfig
-from megatron_rl.config.sections.actor import ActorConfig
+from megatron_rl.config.run import RunConfig, TrainingConfig
 from megatron_rl.data.batching import BatchPlan, MicroBatches, collect_column, from_rollouts, select_micro_batches
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.render import Renderer
@@ -34,10 +32,12 @@ from megatron_rl.learning.selection import Shaped, length_penalties, loss_old_lo
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers import report
-from megatron_rl.trainers.placement import plan_for, start_policy
+from megatron_rl.trainers.placement import Workers, plan_for, start_workers
 from megatron_rl.trainers.validation import validation_metrics
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, Samples, SyncReport, TrainBatch
-from megatron_rl.workers.policy import UpdateResult
+from megatron_rl.workers.engine import EngineWorker
+from megatron_rl.workers.records import ModelColumn, Read, Role, UpdateResult
+from megatron_rl.workers.train import TrainWorker
 
 Tensor = torch.Tensor
 
@@ -81,7 +81,7 @@ class RlTrainer:
         self.rewards = RunRewards(cfg)
         try:
             self.rewards.preflight([*prompts, *(self.val_set.prompts if self.val_set else ())])
-            self.policy = self.start_workers()
+            self.workers = self.start_workers()
         except BaseException:
             self.rewards.close()
             raise
@@ -90,11 +90,11 @@ class RlTrainer:
         except BaseException:
             self.close()
             raise
-        self.policy.publish(self.version, expect_change=False)
+        self.workers.engines.all(EngineWorker.publish, self.version, expect_change=False)
 
-    def start_workers(self) -> WorkerGroup:
+    def start_workers(self) -> Workers:
         """The ranks with their models and engines."""
-        return start_policy(self.cfg, self.total_steps * self.num_updates, with_engine=True)
+        return start_workers(self.cfg, self.total_steps * self.num_updates, with_engine=True)
 
     def next_prompts(self) -> list[Prompt]:
         """The next data.train_batch_size prompts."""
@@ -108,10 +108,10 @@ class RlTrainer:
         """
         self.guard.step = step
         prompts = self.next_prompts()
-        busy = self.policy.busy_seconds
+        busy = self.workers.busy_seconds
         values = self.flow.run(prompts=prompts, step=step)
         self.last_groups, self.last_results = values["groups"], values["results"]
-        busy = self.policy.busy_seconds - busy
+        busy = self.workers.busy_seconds - busy
         metrics = report.step_metrics(values, self.flow.last_timings, busy, on_policy=not self.needs_old_logprobs)
         return values, metrics | self.mismatch.look(step, metrics)
 
@@ -153,9 +153,18 @@ class RlTrainer:
 
     def old_logprobs(self, batch: TrainBatch, plan: BatchPlan) -> Tensor:
         """The sampling policy's log-probabilities, by the trainer, in the micro-batches that the update will use."""
+        return self.read(batch, plan, "actor", "logprobs")["logprobs"]
+
+    def read(self, batch: TrainBatch, plan: BatchPlan, role: Role, *columns: ModelColumn) -> dict[str, Tensor]:
+        """The columns [T] that a forward pass of a role's model gives, in the plan's micro-batches."""
         ranks = plan.passes()
-        found = self.policy.logprobs(select_micro_batches(bare(batch), ranks), self.cfg.rollout.temperature)
-        return collect_column(batch, ranks, [[columns["logprobs"] for columns in rank] for rank in found])
+        micros = select_micro_batches(bare(batch), ranks)
+        read = Read(columns, self.cfg.rollout.temperature)
+        by_rank = self.workers.train.each_dp(TrainWorker.forward, micros, role, read)
+        return {
+            column: collect_column(batch, ranks, [[micro[column] for micro in rank] for rank in by_rank])
+            for column in columns
+        }
 
     def left_out_logprobs(self, batch: TrainBatch, plan: BatchPlan, kept: Tensor) -> Tensor:
         """[T] the policy's log-probabilities of sequences that its update leaves out, 0 elsewhere: an on-policy step
@@ -171,9 +180,7 @@ class RlTrainer:
 
     def ref_logprobs(self, batch: TrainBatch, plan: BatchPlan) -> Tensor:
         """The reference model's, the same way."""
-        ranks = plan.passes()
-        found = self.policy.ref_logprobs(select_micro_batches(bare(batch), ranks), self.cfg.rollout.temperature)
-        return collect_column(batch, ranks, found)
+        return self.read(batch, plan, "reference", "logprobs")["logprobs"]
 
     def publish_node(self) -> Node:
         return Node("publish", self.publish, {"updates": list[UpdateResult]}, {"sync": SyncReport}, "policy")
@@ -184,7 +191,8 @@ class RlTrainer:
         changed = any(
             update.report.updated and update.report.grad_norm > 0 and update.report.lr > 0 for update in updates
         )
-        return functools.reduce(operator.add, self.policy.publish(self.version, expect_change=changed))
+        reports = self.workers.engines.all(EngineWorker.publish, self.version, expect_change=changed)
+        return functools.reduce(operator.add, reports)
 
     # Pieces of advantages and update.
 
@@ -215,19 +223,19 @@ class RlTrainer:
         )
 
     def mini_batch_weights(
-        self, batch: TrainBatch, group_ids: Tensor, trained: Tensor, part: ActorConfig | None = None
+        self, batch: TrainBatch, group_ids: Tensor, trained: Tensor, training: TrainingConfig | None = None
     ) -> Tensor:
         """[T] float32 loss weights; each mini-batch has denominators of its own, over its tokens trained [T].
 
-        part: whose update it is, the actor's unless given (RunConfig.critic_training).
+        training: of the model that is updated; the actor's if not given.
         """
-        cfg, segments, part = self.cfg, batch.segments, part or self.cfg.actor
-        minis = (group_ids // (part.ppo_mini_batch_size or cfg.mini_batch_size))[segments]
+        cfg, segments, training = self.cfg, batch.segments, training or self.cfg.actor_training
+        minis = (group_ids // training.mini_batch_size)[segments]
         weights = torch.zeros(batch.num_tokens)
         for mini in range(int(minis.max()) + 1):
             mask = trained & (minis == mini)
             weights += loss_weights(
-                part.loss_agg_mode, mask, segments, batch.num_sequences, cfg.data.max_response_length
+                training.loss_agg_mode, mask, segments, batch.num_sequences, cfg.data.max_response_length
             )
         return weights
 
@@ -284,7 +292,7 @@ class RlTrainer:
                 for result in results[:1]:
                     self.guard.look(result.report, model, mini, ranks, rows)
                     updates.append(replace(result, memory_bytes=max(one.memory_bytes for one in results)))
-                found = [list(result.logprobs) for result in results] or [[torch.zeros(0)] * len(r) for r in ranks]
+                found = [list(result.column) for result in results] or [[torch.zeros(0)] * len(r) for r in ranks]
                 if epoch == 0:
                     parts = [have + new for have, new in zip(parts, found, strict=True)]
         return updates, collect_column(batch, plan.passes(), parts) if epochs else torch.zeros(batch.num_tokens)
@@ -304,7 +312,7 @@ class RlTrainer:
         """Prompts dealt out to the engines in turn, and back in order. Seeds go by purpose and place; `first`: the
         first prompt's place, where these are a part of more.
         """
-        cfg, engines = self.cfg, self.policy.grid.num_engines
+        cfg, engines = self.cfg, self.workers.engines.grid.num_engines
         seeds = [
             random.Random(f"{cfg.trainer.seed}/{purpose}/{i}").getrandbits(32) if cfg.rollout.seed_per_sample else None
             for i in range(first, first + len(prompts))
@@ -319,7 +327,8 @@ class RlTrainer:
             stop_token_ids=self.stop_ids,
             stop=self.stop_texts,
         )
-        answers = self.policy.generate([requests[e::engines] for e in range(engines)], sampling)
+        dealt = [requests[e::engines] for e in range(engines)]
+        answers = self.workers.engines.each_engine(EngineWorker.generate, dealt, sampling)
         of_engine = [self._rollouts(samples) for samples in answers]
         groups = []
         for i, prompt in enumerate(prompts):
@@ -368,14 +377,14 @@ class RlTrainer:
 
     def save(self, path: str) -> None:
         """The actor in Hugging Face form."""
-        self.policy.save_hf(path)
+        self.workers.train.rank0(TrainWorker.save, "actor", path)
 
     def close(self) -> None:
         """End workers and reward processes."""
         try:
             self.rewards.close()
         finally:
-            self.policy.close()
+            self.workers.close()
 
     def data_summary(self) -> dict[str, PromptSet]:
         """What was read, for the run's first lines."""

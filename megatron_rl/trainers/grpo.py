@@ -25,7 +25,9 @@ from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
 from megatron_rl.trainers.base import RlTrainer, sequence_names
 from megatron_rl.types import Prompt, RolloutGroup, TrainBatch
-from megatron_rl.workers.policy import UpdateResult
+from megatron_rl.workers.objectives import PolicyObjective
+from megatron_rl.workers.records import UpdateResult
+from megatron_rl.workers.train import TrainWorker
 
 Tensor = torch.Tensor
 
@@ -152,13 +154,13 @@ class GrpoTrainer(RlTrainer):
         self, train_batch: TrainBatch, train_plan: BatchPlan, groups: list[RolloutGroup], plan: BatchPlan, kept: Tensor
     ) -> dict[str, Any]:
         """ppo_epochs passes over the mini-batches, an optimizer step each."""
-        temperature = self.cfg.rollout.temperature
+        objective = PolicyObjective(self.cfg.actor, self.cfg.rollout.temperature)
         left_out = self.left_out_logprobs(train_batch, plan, kept)
         updates, logprobs = self.run_updates(
             train_batch,
             train_plan,
             self.cfg.actor.ppo_epochs,
-            lambda micros: self.policy.update(micros, temperature),
+            lambda micros: self.workers.train.each_dp(TrainWorker.step, micros, "actor", objective),
             sequence_names(groups),
         )
         return {"updates": updates, "train_logprobs": logprobs + left_out}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 
-from megatron_rl.cluster.dispatch import RankGrid
+from megatron_rl.cluster.dispatch import RankGrid, Replicas
 from megatron_rl.cluster.resources import resolve_device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
-from megatron_rl.config.run import RunConfig
-from megatron_rl.config.sections.actor import ActorConfig
+from megatron_rl.config.run import RunConfig, TrainingConfig
 from megatron_rl.data.batching import BatchPlan, plan_batches
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape
@@ -16,10 +17,10 @@ from megatron_rl.parallel.collectives import keeps_group_order
 from megatron_rl.parallel.topology import Topology, topology_of
 from megatron_rl.reshard.planning.cost import Trainers, colocated_layout
 from megatron_rl.reshard.planning.tables import FamilyTable
-from megatron_rl.workers.colocated import engine_layout
-from megatron_rl.workers.critic import CriticPlan, CriticWorker
-from megatron_rl.workers.policy import PolicyPlan, PolicyWorker
+from megatron_rl.workers.colocated import ColocatedWorker, engine_layout
+from megatron_rl.workers.records import EnginePlan, Role, RolePlan, TrainPlan
 from megatron_rl.workers.saved import rehearse
+from megatron_rl.workers.train import TrainWorker
 
 
 def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple[int, ...]:
@@ -39,64 +40,128 @@ def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple
     ).ranks
 
 
-def rank_grid(topology: Topology, engine_tp: int, order: Sequence[int] | None = None) -> RankGrid:
-    """Which data-parallel replica and which engine each rank belongs to. order: the rank of each engine slot;
-    consecutive ranks make an engine where it is not given.
+def rank_grid(topology: Topology, engine_tp: int | None, order: Sequence[int] | None = None) -> RankGrid:
+    """Which data-parallel replica and which engine each rank belongs to. engine_tp: None if there are no engines.
+    order: the rank of each engine slot; consecutive ranks make an engine if it is not given.
     """
     ranks = range(topology.world)
-    slot_of = {rank: slot for slot, rank in enumerate(order or ranks)}
-    return RankGrid(
-        world=topology.world,
-        dp_of_rank=tuple(topology.coords(rank).dp for rank in ranks),
-        is_dp_head=tuple(topology.is_dp_head(rank) for rank in ranks),
-        engine_of_rank=tuple(slot_of[rank] // engine_tp for rank in ranks),
-        is_engine_head=tuple(slot_of[rank] % engine_tp == 0 for rank in ranks),
+    replicas = Replicas(
+        tuple(topology.coords(rank).dp for rank in ranks), tuple(topology.is_dp_head(rank) for rank in ranks)
     )
+    if engine_tp is None:
+        return RankGrid(topology.world, replicas)
+    slot_of = {rank: slot for slot, rank in enumerate(order or ranks)}
+    engines = Replicas(
+        tuple(slot_of[rank] // engine_tp for rank in ranks), tuple(slot_of[rank] % engine_tp == 0 for rank in ranks)
+    )
+    return RankGrid(topology.world, replicas, engines)
 
 
 def plan_for(
-    cfg: RunConfig, seq_lens: Sequence[int], mini_of: Sequence[int], part: ActorConfig | None = None
+    cfg: RunConfig, seq_lens: Sequence[int], mini_of: Sequence[int], training: TrainingConfig | None = None
 ) -> BatchPlan:
-    """The batch plan of a run: its data-parallel ranks, its token budget, its pipeline. part: the model that trains,
-    the actor unless given (RunConfig.critic_training).
+    """The batch plan of a run: its data-parallel ranks, its token budget, its pipeline.
+
+    training: of the model that is updated; the actor's if not given.
     """
-    actor = part or cfg.actor
-    unit = 2 * actor.cp if actor.cp > 1 else 1
+    training = training or cfg.actor_training
+    parallel = training.parallel
+    unit = 2 * parallel.cp if parallel.cp > 1 else 1
     return plan_batches(
         # Context parallelism pads each sequence to whole chunks.
         [-(-length // unit) * unit for length in seq_lens],
         mini_of,
         dp=cfg.dp_size,
-        max_tokens=actor.max_tokens_per_gpu * actor.cp,
-        max_seqs=actor.ppo_micro_batch_size_per_gpu,
-        multiple=actor.pp if actor.vpp > 1 else 1,
-        packed=actor.packing,
+        max_tokens=training.max_tokens_per_gpu * parallel.cp,
+        max_seqs=training.micro_batch_size,
+        multiple=parallel.pp if parallel.vpp > 1 else 1,
+        packed=parallel.packing,
     )
 
 
-def start_policy(
-    cfg: RunConfig, total_optimizer_steps: int, with_engine: bool, critic_optimizer_steps: int | None = None
-) -> WorkerGroup:
-    """Start the colocated workers: actor, reference and engine on every rank, and a critic where its optimizer
-    steps are given.
+@dataclass(frozen=True)
+class Workers:
+    """The worker groups of a run, by what they do: TrainWorker's methods are called on `train`, EngineWorker's on
+    `engines`. On the same ranks they are one group, whose calls run one after the other.
+    """
+
+    train: WorkerGroup
+    engines: WorkerGroup
+
+    @property
+    def busy_seconds(self) -> float:
+        """See WorkerGroup.busy_seconds; of all groups."""
+        return sum(group.busy_seconds for group in self._groups())
+
+    def close(self) -> None:
+        """End all groups; the first error is raised once every one has been ended."""
+        with ExitStack() as stack:
+            for group in self._groups():
+                stack.callback(group.close)
+
+    def _groups(self) -> list[WorkerGroup]:
+        return [self.train] if self.engines is self.train else [self.train, self.engines]
+
+
+def role_plans(
+    cfg: RunConfig, optimizer_steps: int, critic_optimizer_steps: int | None = None, offload: bool = True
+) -> dict[Role, RolePlan]:
+    """The models of a run. critic_optimizer_steps: None if no critic is trained. offload: whether memory is given up to
+    others at all.
+    """
+    shape, actor = read_model_shape(cfg.model.path), cfg.actor_training
+    random = cfg.model.init == "random"
+    with_critic = critic_optimizer_steps is not None
+    roles: dict[Role, RolePlan] = {
+        "actor": RolePlan(
+            shape,
+            actor.parallel,
+            cfg.model.path,
+            random,
+            value_head=with_critic and cfg.critic.share_backbone,
+            training=actor,
+            optimizer_steps=max(optimizer_steps, 1),
+            offloaded=actor.offloaded if offload else (),
+        )
+    }
+    if cfg.needs_reference:
+        own = cfg.ref.path
+        roles["reference"] = RolePlan(shape, actor.parallel, own or cfg.model.path, random and own is None)
+    if with_critic and not cfg.critic.share_backbone:
+        critic, own = cfg.critic_training, cfg.critic.path
+        critic_shape, stored_head = read_critic_shape(own or cfg.model.path)
+        roles["critic"] = RolePlan(
+            critic_shape,
+            critic.parallel,
+            own or cfg.model.path,
+            random and own is None,
+            lm_head=False,
+            value_head=True,
+            stored_head=stored_head,
+            training=critic,
+            optimizer_steps=max(critic_optimizer_steps, 1),
+            offloaded=critic.offloaded if offload else (),
+        )
+    return roles
+
+
+def start_workers(
+    cfg: RunConfig, optimizer_steps: int, with_engine: bool, critic_optimizer_steps: int | None = None
+) -> Workers:
+    """Start the workers of a run, all on the same ranks: its models, and an engine on every rank if asked.
+
+    See role_plans. Raises ClusterError, CheckpointError and RolloutError as start_group and the workers do.
     """
     if cfg.model.tokenizer_path is not None or cfg.data.chat_template == "plain":
         # Files of two folders, or a template that takes the tokenizer's place: seen now, not at the save.
         rehearse(cfg)
     device = resolve_device(cfg.cluster.device)
     topology = topology_of(cfg.actor, cfg.world_size)
-    shape = read_model_shape(cfg.model.path)
-    order = engine_order(cfg, shape, topology) if with_engine else ()
-    plan = PolicyPlan(
-        shape=shape,
-        device=device,
-        total_optimizer_steps=max(total_optimizer_steps, 1),
-        with_engine=with_engine,
-        engine_order=order,
-    )
-    worker, args = PolicyWorker, (cfg, plan)
-    if critic_optimizer_steps is not None:
-        shape, head = read_critic_shape(cfg.critic.path or cfg.model.path)
-        worker, args = CriticWorker, (*args, CriticPlan(shape, head, max(critic_optimizer_steps, 1)))
-    grid = rank_grid(topology, cfg.rollout.tp, order) if with_engine else rank_grid(topology, 1)
-    return start_group(worker, args, cfg.cluster, grid, device)
+    plan = TrainPlan(device, role_plans(cfg, optimizer_steps, critic_optimizer_steps, offload=with_engine))
+    if not with_engine:
+        group = start_group(TrainWorker, (cfg, plan), cfg.cluster, rank_grid(topology, None), device)
+        return Workers(group, group)
+    order = engine_order(cfg, plan.roles["actor"].shape, topology)
+    grid = rank_grid(topology, cfg.rollout.tp, order)
+    group = start_group(ColocatedWorker, (cfg, plan, EnginePlan(order)), cfg.cluster, grid, device)
+    return Workers(group, group)

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 
-from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig
-from megatron_rl.data.batching import BatchPlan, collect_column, select_micro_batches
+from megatron_rl.data.batching import BatchPlan
 from megatron_rl.flow import Flow, Node
 from megatron_rl.learning.credit import credit
 from megatron_rl.learning.selection import leave_out
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers import report
 from megatron_rl.trainers.base import RlTrainer, bare, sequence_names
-from megatron_rl.trainers.placement import plan_for, start_policy
+from megatron_rl.trainers.placement import Workers, plan_for, start_workers
 from megatron_rl.types import RolloutGroup, TrainBatch
-from megatron_rl.workers.policy import UpdateResult
+from megatron_rl.workers.objectives import Objective, PolicyObjective, PolicyValueObjective, ValueObjective
+from megatron_rl.workers.records import Role, UpdateResult
+from megatron_rl.workers.train import TrainWorker
 
 Tensor = torch.Tensor
 
@@ -35,22 +36,22 @@ class PpoTrainer(RlTrainer):
     """One step is self.flow, over the state of RlTrainer; the critic lives on the policy's ranks."""
 
     def __init__(self, cfg: RunConfig) -> None:
-        self.critic_part = cfg.critic_training
+        self.critic_training = cfg.critic_training
         self.shared = cfg.critic.share_backbone
         super().__init__(cfg)
         # A step that does not update the actor has no other pass that measures its log-probabilities.
         self.needs_old_logprobs |= self.shared or cfg.trainer.critic_warmup > 0
         self.flow = self._flow()
 
-    def start_workers(self) -> WorkerGroup:
+    def start_workers(self) -> Workers:
         """The ranks with actor, critic, reference and engine, and how many optimizer steps each will make."""
         cfg = self.cfg
-        minis = cfg.data.train_batch_size // (self.critic_part.ppo_mini_batch_size or cfg.mini_batch_size)
-        return start_policy(
+        minis = cfg.data.train_batch_size // self.critic_training.mini_batch_size
+        return start_workers(
             cfg,
             (self.total_steps - cfg.trainer.critic_warmup) * self.num_updates,
             with_engine=True,
-            critic_optimizer_steps=self.total_steps * minis * self.critic_part.ppo_epochs,
+            critic_optimizer_steps=self.total_steps * minis * self.critic_training.epochs,
         )
 
     def _flow(self) -> Flow:
@@ -110,24 +111,17 @@ class PpoTrainer(RlTrainer):
     def assemble(self, groups: list[RolloutGroup]) -> dict[str, Any]:
         """Pack the rollouts; plan the actor's mini-batches and the critic's."""
         found = super().assemble(groups)
-        size = self.critic_part.ppo_mini_batch_size or self.cfg.mini_batch_size
-        minis = (found["group_ids"] // size).tolist()
-        return found | {"critic_plan": plan_for(self.cfg, found["batch"].seq_lens, minis, self.critic_part)}
+        minis = (found["group_ids"] // self.critic_training.mini_batch_size).tolist()
+        return found | {"critic_plan": plan_for(self.cfg, found["batch"].seq_lens, minis, self.critic_training)}
 
     def values(self, batch: TrainBatch, critic_plan: BatchPlan) -> Tensor:
         """[T] the critic's value of the state that each sampled token was chosen in."""
-        ranks = critic_plan.passes()
-        return collect_column(batch, ranks, self.policy.values(select_micro_batches(bare(batch), ranks)))
+        return self.read(batch, critic_plan, "critic", "values")["values"]
 
     def both_heads(self, batch: TrainBatch, plan: BatchPlan) -> dict[str, Tensor]:
         """Log-probabilities and values [T] from one forward pass of the shared transformer."""
-        ranks = plan.passes()
-        found = self.policy.logprobs_and_values(select_micro_batches(bare(batch), ranks), self.cfg.rollout.temperature)
-        names = {"old_logprobs": "logprobs", "head_values": "values"}
-        return {
-            ours: collect_column(batch, ranks, [[columns[name] for columns in rank] for rank in found])
-            for ours, name in names.items()
-        }
+        columns = self.read(batch, plan, "actor", "logprobs", "values")
+        return {"old_logprobs": columns["logprobs"], "head_values": columns["values"]}
 
     def advantages(
         self,
@@ -153,7 +147,7 @@ class PpoTrainer(RlTrainer):
         trained = self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
         if self.shared:
             trained["train_batch"] = trained["train_batch"].with_(**targets)
-        critic_weights = self.mini_batch_weights(batch, group_ids, mask, self.critic_part)
+        critic_weights = self.mini_batch_weights(batch, group_ids, mask, self.critic_training)
         return trained | {
             "critic_batch": bare(batch).with_(**targets, loss_weights=critic_weights),
             "seen_values": values,
@@ -164,8 +158,16 @@ class PpoTrainer(RlTrainer):
         self, critic_batch: TrainBatch, critic_plan: BatchPlan, groups: list[RolloutGroup]
     ) -> list[UpdateResult]:
         """ppo_epochs passes of the critic over its mini-batches, an optimizer step each."""
-        epochs, rows = self.critic_part.ppo_epochs, sequence_names(groups)
-        return self.run_updates(critic_batch, critic_plan, epochs, self.policy.update_critic, rows, "critic")[0]
+        epochs, rows = self.critic_training.epochs, sequence_names(groups)
+        objective = ValueObjective(self.cfg.critic.cliprange_value)
+        return self.run_updates(
+            critic_batch,
+            critic_plan,
+            epochs,
+            lambda micros: self.workers.train.each_dp(TrainWorker.step, micros, "critic", objective),
+            rows,
+            "critic",
+        )[0]
 
     def update(
         self,
@@ -180,12 +182,14 @@ class PpoTrainer(RlTrainer):
         cfg = self.cfg
         epochs = 0 if step <= cfg.trainer.critic_warmup else cfg.actor.ppo_epochs
         left_out = self.left_out_logprobs(train_batch, plan, kept)
-        method = self.policy.update_both if self.shared else self.policy.update
+        objective: Objective = PolicyObjective(cfg.actor, cfg.rollout.temperature)
+        if self.shared:
+            objective = PolicyValueObjective(objective, ValueObjective(cfg.critic.cliprange_value), cfg.critic.vf_coef)
         updates, logprobs = self.run_updates(
             train_batch,
             train_plan,
             epochs,
-            lambda micros: method(micros, cfg.rollout.temperature),
+            lambda micros: self.workers.train.each_dp(TrainWorker.step, micros, "actor", objective),
             sequence_names(groups),
         )
         return {"updates": updates, "train_logprobs": logprobs + left_out}
@@ -193,4 +197,5 @@ class PpoTrainer(RlTrainer):
     def save(self, path: str) -> None:
         """The actor in Hugging Face form, and the critic beside it, in a folder `critic`."""
         super().save(path)
-        self.policy.save_critic_hf(str(Path(path).with_name("critic")))
+        role: Role = "actor" if self.shared else "critic"
+        self.workers.train.rank0(TrainWorker.save, role, str(Path(path).with_name("critic")), "value_model")

@@ -18,9 +18,11 @@ from megatron_rl.data.sft import SftSample, SftSet, load_sft
 from megatron_rl.data.stream import open_stream, steps_per_epoch
 from megatron_rl.learning.nonfinite import NonFiniteGuard
 from megatron_rl.trainers import report
-from megatron_rl.trainers.placement import plan_for, start_policy
+from megatron_rl.trainers.placement import plan_for, start_workers
 from megatron_rl.types import TrainBatch
-from megatron_rl.workers.policy import UpdateResult
+from megatron_rl.workers.objectives import NllObjective
+from megatron_rl.workers.records import Read
+from megatron_rl.workers.train import TrainWorker
 
 _EMA = 0.9
 
@@ -44,7 +46,7 @@ class SftTrainer:
         self.total_steps = cfg.trainer.total_training_steps or self.steps_per_epoch * cfg.trainer.total_epochs
         self.loss_ema: float | None = None
         self.guard = NonFiniteGuard(cfg.trainer)
-        self.policy = start_policy(cfg, self.total_steps, with_engine=False)
+        self.workers = start_workers(cfg, self.total_steps, with_engine=False)
 
     def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step over train_batch_size sequences."""
@@ -62,9 +64,8 @@ class SftTrainer:
         )
         (mini,) = self._plan(batch).minis
         stop.commit()
-        results: list[UpdateResult] = self.policy.update_sft(
-            select_micro_batches(batch.with_(loss_weights=weights), mini)
-        )
+        micros = select_micro_batches(batch.with_(loss_weights=weights), mini)
+        results = self.workers.train.each_dp(TrainWorker.step, micros, "actor", NllObjective())
         self.guard.step = step
         self.guard.look(results[0].report, "actor", 1, mini, [sample.where for sample in samples])
         metrics = report.update_metrics([results[0].report])
@@ -109,7 +110,9 @@ class SftTrainer:
         """Of each sample the summed loss, the trained tokens, and those that greedy decoding would give."""
         batch = to_batch(samples)
         ranks = self._plan(batch).passes()
-        found = self.policy.logprobs(select_micro_batches(batch, ranks), 1.0)
+        micros = select_micro_batches(batch, ranks)
+        read = Read(("logprobs", "greedy"))
+        found = self.workers.train.each_dp(TrainWorker.forward, micros, "actor", read)
         columns = {"num_tokens": batch.loss_mask} | {
             name: collect_column(batch, ranks, [[part[name] for part in rank] for rank in found])
             for name in ("logprobs", "greedy")
@@ -140,11 +143,11 @@ class SftTrainer:
 
     def save(self, path: str) -> None:
         """The model in Hugging Face form."""
-        self.policy.save_hf(path)
+        self.workers.train.rank0(TrainWorker.save, "actor", path)
 
     def close(self) -> None:
         """End the workers."""
-        self.policy.close()
+        self.workers.close()
 
     def data_summary(self) -> dict[str, SftSet]:
         """What was read, for the run's first lines."""

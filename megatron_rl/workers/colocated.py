@@ -1,10 +1,9 @@
-"""The engine of a rank that trains as well, and the way by which the actor's weights reach it."""
+"""Trainer and engine on the same ranks: one process, one memory, and the way by which the actor's weights reach it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,22 +21,59 @@ from megatron_rl.reshard.plan import make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
+from megatron_rl.workers.engine import EngineWorker
+from megatron_rl.workers.phases import RankMemory
+from megatron_rl.workers.records import EnginePlan, TrainPlan
+from megatron_rl.workers.train import TrainWorker
 
 if TYPE_CHECKING:
-    from megatron_rl.mcore.build import Model
+    from megatron_rl.workers.model import TrainedModel
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Lending:
-    """The actor's weights as a publisher borrows them. fetch: bring them to the device. lent_back: they may leave it.
-    export: whole tensors in Hugging Face names, of a dtype, over all ranks.
-    """
+class ActorWeights:
+    """The actor's weights as engines get them (workers.engine.TrainerWeights)."""
 
-    fetch: Callable[[], None]
-    lent_back: Callable[[], None]
-    export: Callable[[torch.dtype], Iterator[tuple[str, torch.Tensor]]]
+    def __init__(self, actor: TrainedModel, engine_dtype: torch.dtype) -> None:
+        self._actor, self._limit = actor, torch.finfo(engine_dtype).max
+
+    @property
+    def changed(self) -> bool:
+        """See TrainerWeights."""
+        return self._actor.changed
+
+    def prepare(self) -> None:
+        """See TrainerWeights; the phase `publish` has brought the weights to the device."""
+        self._actor.refuse_bad_weights("the actor's weights", "engines keep the weights that they have", self._limit)
+
+    def published(self) -> None:
+        """See TrainerWeights."""
+        self._actor.changed = False
+
+
+class ColocatedWorker:
+    """A TrainWorker and an EngineWorker on one rank. Whichever works has the memory (workers/phases.py)."""
+
+    train: TrainWorker
+    engine: EngineWorker
+
+    def __init__(self, rank: int, world: int, cfg: RunConfig, plan: TrainPlan, engine: EnginePlan) -> None:
+        memory = RankMemory()
+        self.train = TrainWorker(rank, world, cfg, plan, memory)
+        # An engine plans its memory by what is free when it starts.
+        memory.enter("generate")
+        from megatron_rl.mcore.build import DTYPES
+
+        actor, dtype = self.train.trained["actor"], DTYPES[cfg.rollout.dtype or cfg.model.dtype]
+        layout = engine_layout(cfg, engine.order)
+        built, publisher = start_engine(cfg, actor, memory, layout, device=plan.device, rank=rank)
+        self.engine = EngineWorker(built, publisher, memory, ActorWeights(actor, dtype))
+
+    def close(self) -> None:
+        """End the engine, then leave the process groups."""
+        self.engine.close()
+        self.train.close()
 
 
 def engine_layout(cfg: RunConfig, order: Sequence[int]) -> EngineLayout:
@@ -73,9 +109,11 @@ def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: Engi
 
 
 def start_engine(
-    cfg: RunConfig, policy: Model, layout: EngineLayout, *, device: str, rank: int, lending: Lending
+    cfg: RunConfig, actor: TrainedModel, memory: RankMemory, layout: EngineLayout, *, device: str, rank: int
 ) -> tuple[RolloutEngine, WeightPublisher]:
     """Build this rank's engine, on the actor's memory where it can be, and what fills the rest. All ranks call it.
+
+    memory: of this process; the publisher returns the actor's part of it before the engine takes its KV cache.
 
     Raises ReshardError where the engine's parameters are not those of the model's table, by name, or are another rank's
     part; RolloutError where the engine cannot be built.
@@ -83,11 +121,12 @@ def start_engine(
     from megatron_rl.mcore import shards
     from megatron_rl.mcore.build import DTYPES
 
-    settings = engine_settings(cfg, policy.shape, device, layout, rank)
+    model = actor.model
+    settings = engine_settings(cfg, model.shape, device, layout, rank)
     if cfg.engine.parameters == "none" or cfg.rollout.weight_sync == "full":
         engine = make_engine(settings)
-        return engine, _full_publisher(engine, policy, DTYPES[settings.dtype], lending)
-    shape = policy.shape
+        return engine, _full_publisher(engine, actor, memory, DTYPES[settings.dtype])
+    shape = model.shape
     family = FAMILIES[shape.architecture]
     engines = (
         engine_shards(shape, family, layout)
@@ -96,12 +135,12 @@ def start_engine(
     )
     by_rank = {shard.rank: shard.params for shard in engines}
     # The model's own tensors: a value head, which the actor may have as well, is none of the engine's.
-    topology = topology_of(policy.parallel, len(layout.ranks))
-    trainers = trainer_shards(shape, family, topology, policy.parallel.stages(shape.num_layers))
+    topology = topology_of(model.parallel, len(layout.ranks))
+    trainers = trainer_shards(shape, family, topology, model.parallel.stages(shape.num_layers))
     sharing = find_sharing(by_rank[rank], trainers[rank].params, _off(cfg, settings))
     _report(sharing)
 
-    params = shards.parameters(policy)
+    params = shards.parameters(model)
     names = [param.name for param in trainers[rank].params]
 
     def held() -> Mapping[str, torch.Tensor]:
@@ -126,11 +165,11 @@ def start_engine(
     )
 
     def sources() -> Mapping[str, torch.Tensor]:
-        lending.fetch()
-        policy.complete_params()
+        memory.enter("publish", "actor")
+        model.complete_params()
         return held()
 
-    return engine, ReshardPublisher(transfer, engine, sources, lent_back=lending.lent_back)
+    return engine, ReshardPublisher(transfer, engine, sources, lent_back=lambda: memory.enter("generate"))
 
 
 def check_part(part: EnginePart | None, layout: EngineLayout, rank: int) -> None:
@@ -143,13 +182,16 @@ def check_part(part: EnginePart | None, layout: EngineLayout, rank: int) -> None
         raise ReshardError(f"rank {rank}: the engine holds {part}, and the plan was made for {wanted}")
 
 
-def _full_publisher(engine: RolloutEngine, policy: Model, dtype: torch.dtype, lending: Lending) -> FullPublisher:
+def _full_publisher(
+    engine: RolloutEngine, actor: TrainedModel, memory: RankMemory, dtype: torch.dtype
+) -> FullPublisher:
     def export() -> Iterator[tuple[str, torch.Tensor]]:
-        lending.fetch()
-        yield from lending.export(dtype)
+        memory.enter("publish", "actor")
+        yield from actor.export(dtype=dtype)
 
-    held = sum(param.numel() for model in policy.bare_chunks for param in model.parameters())
-    return FullPublisher(engine, export, held_bytes=held * dtype.itemsize, lent_back=lending.lent_back)
+    num_held = sum(param.numel() for chunk in actor.model.bare_chunks for param in chunk.parameters())
+    held_bytes = num_held * dtype.itemsize
+    return FullPublisher(engine, export, held_bytes=held_bytes, lent_back=lambda: memory.enter("generate"))
 
 
 def _off(cfg: RunConfig, settings: EngineSettings) -> str | None:
@@ -157,7 +199,7 @@ def _off(cfg: RunConfig, settings: EngineSettings) -> str | None:
         wanted=cfg.rollout.share_weights,
         engine=cfg.engine,
         dtypes=(cfg.model.dtype, settings.dtype),
-        params_leave="params" in cfg.actor.offloaded,
+        params_leave="params" in cfg.actor_training.offloaded,
     )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.cluster.dispatch import Split, dispatch
 from megatron_rl.config.sections.reward import JudgeConfig
 from megatron_rl.data.render import Renderer
 from megatron_rl.models import FAMILIES
@@ -77,7 +76,6 @@ class JudgeWorker:
         tied = plan.shape.tie_word_embeddings
         self._engine.update_weights(((n, t) for n, t in tensors if not (tied and n == "lm_head.weight")), 0)
 
-    @dispatch(split=Split.SPLIT_DP)
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result a sample, in order. It fails where the question is too long or no score is in the answer."""
         results: list[RewardResult | None] = [None] * len(samples)

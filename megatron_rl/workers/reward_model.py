@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.cluster.dispatch import Split, dispatch
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.config.sections.reward import RewardModelConfig
@@ -66,7 +65,6 @@ class RewardModelWorker:
             )
         return asked or min(limits)
 
-    @dispatch(split=Split.SPLIT_DP)
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result a sample, in order; extra model_truncated is 1 where only the last max_length tokens are read.
 

@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from megatron_rl.cluster import ray_runtime, ray_wait, stop
-from megatron_rl.cluster.dispatch import Collect, RankGrid, Split, dispatch
+from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.environment import free_port
 from megatron_rl.cluster.ray_backend import RayBackend
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
@@ -40,65 +40,58 @@ class Worker:
             raise DataError("no such word")
         self.rank, self.world, self.word = rank, world, word
 
-    @dispatch()
     def who(self) -> tuple[int, int, str]:
         return self.rank, self.world, self.word
 
-    @dispatch(collect=Collect.RANK0)
     def total(self, values: np.ndarray, scale: float = 1.0) -> float:
         return float(values.sum()) * scale + self.rank
 
-    @dispatch(split=Split.SPLIT_DP)
     def double(self, values: list[int], plus: int = 0) -> list[int]:
         return [2 * value + plus for value in values]
 
-    @dispatch(split=Split.RANK0)
     def environment(self) -> dict[str, str]:
         return {**os.environ, "cwd": os.getcwd()}
 
-    @dispatch()
     def fail(self, ranks: list[int]) -> None:
         if self.rank in ranks:
             raise DataError(f"row {self.rank} has no prompt")
 
-    @dispatch()
     def nap(self, seconds: list[float]) -> int:
         time.sleep(seconds[self.rank])
         return self.rank
 
-    @dispatch()
     def fail_while_others_wait(self) -> None:
         if self.rank == 1:
             raise DataError("early")
         time.sleep(60)
 
-    @dispatch()
     def die(self, rank: int) -> None:
         if self.rank == rank:
             os._exit(3)
         time.sleep(60)
 
-    def undeclared(self) -> None:
-        pass
+
+class Stranger:
+    def who(self) -> None:
+        """Of another class than the group's."""
 
 
 JOINING_RUN = """
 import sys, time
-from megatron_rl.cluster.dispatch import RankGrid, dispatch
+from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.worker_group import start_group
 from megatron_rl.config.sections.cluster import ClusterConfig
 
 class Sleeper:
     def __init__(self, rank, world):
         pass
-    @dispatch()
     def nap(self, seconds):
         time.sleep(seconds)
 
 cluster = ClusterConfig(device="cpu", num_cpus_per_rank=0.5, ray_address=sys.argv[1])
 with start_group(Sleeper, (), cluster, RankGrid.flat(1), "cpu") as group:
     print(*group.backend.pids, flush=True)
-    group.nap(60)
+    group.all(Sleeper.nap, 60)
 """
 
 
@@ -141,22 +134,22 @@ def pids_of(group: WorkerGroup) -> list[int]:
 
 
 def test_workers_are_built_with_rank_world_and_arguments(group):
-    assert group.who() == [(0, 2, "hello"), (1, 2, "hello")]
+    assert group.all(Worker.who) == [(0, 2, "hello"), (1, 2, "hello")]
 
 
 def test_dispatch_modes_reach_the_ranks_and_collect_their_results(group):
-    assert group.double([[1, 2], [3]], plus=1) == [[3, 5], [7]]
-    assert group.total(np.arange(200_000.0), scale=2.0) == 2.0 * np.arange(200_000.0).sum()
-    with pytest.raises(ClusterError, match=r"one entry per data-parallel rank \(2\), but got 3 entries"):
-        group.double([[1], [2], [3]])
-    with pytest.raises(ClusterError, match=r"Worker.undeclared is not declared"):
-        group.undeclared()
-    with pytest.raises(AttributeError, match="Worker has no method 'doubble'; declared: die, double"):
-        group.doubble([[1], [2]])
+    assert group.each_dp(Worker.double, [[1, 2], [3]], plus=1) == [[3, 5], [7]]
+    assert group.rank0(Worker.total, np.arange(200_000.0), scale=2.0) == 2.0 * np.arange(200_000.0).sum()
+    with pytest.raises(ClusterError, match=r"one entry per data-parallel replica \(2\), but got 3 entries"):
+        group.each_dp(Worker.double, [[1], [2], [3]])
+    with pytest.raises(ClusterError, match=r"Stranger\.who is no method of the group's workers"):
+        group.all(Stranger.who)
+    with pytest.raises(ClusterError, match="the group of Worker has no engines"):
+        group.each_engine(Worker.double, [[1], [2]])
 
 
 def test_workers_get_torchruns_variables_and_the_controllers_folder(group):
-    environment = group.environment()
+    environment = group.rank0(Worker.environment)
     assert environment["RANK"] == "0" and environment["WORLD_SIZE"] == "2"
     assert environment["LOCAL_RANK"] == "0" and environment["LOCAL_WORLD_SIZE"] == "2"
     assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
@@ -166,18 +159,18 @@ def test_workers_get_torchruns_variables_and_the_controllers_folder(group):
 
 def test_a_workers_error_is_itself_and_says_its_rank(group):
     with pytest.raises(DataError, match="row 1 has no prompt") as caught:
-        group.fail([1])
+        group.all(Worker.fail, [1])
     notes = "\n".join(caught.value.__notes__)
     assert "on rank 1 in Worker.fail" in notes and "test_ray_backend.py" in notes and "\x1b" not in notes
     with pytest.raises(DataError) as caught:
-        group.fail([0, 1])
+        group.all(Worker.fail, [0, 1])
     assert "failed as well: DataError: row" in "\n".join(caught.value.__notes__)
-    assert group.who()[0] == (0, 2, "hello"), "the ranks are in step, so the group goes on"
+    assert group.all(Worker.who)[0] == (0, 2, "hello"), "the ranks are in step, so the group goes on"
 
 
 def test_seconds_are_those_of_the_slowest_rank(group):
     before = group.busy_seconds
-    assert group.nap([0.05, 0.3]) == [0, 1]
+    assert group.all(Worker.nap, [0.05, 0.3]) == [0, 1]
     assert 0.3 <= group.last_seconds["nap"] < 5.0
     slow, slower = group.last_worker_seconds["nap"]
     assert 0.05 <= slow < 0.3 <= slower <= group.last_seconds["nap"]
@@ -188,7 +181,7 @@ def test_calls_of_several_threads_run_one_after_the_other(group):
     spans = []
 
     def nap() -> None:
-        group.nap([0.2, 0.2])
+        group.all(Worker.nap, [0.2, 0.2])
         spans.append((time.perf_counter() - group.last_seconds["nap"], time.perf_counter()))
 
     threads = [threading.Thread(target=nap) for _ in range(2)]
@@ -229,17 +222,17 @@ def test_waiting_for_many_ranks_asks_ray_a_few_times_and_keeps_every_answer_and_
 def test_a_late_rank_is_named_with_where_it_is_and_the_group_is_done():
     """R7"""
     with short_lived(step_timeout_s=3.0) as group:
-        group.who()
+        group.all(Worker.who)
         start = time.monotonic()
         with pytest.raises(ClusterError) as caught:
-            group.nap([0.0, 60.0])
+            group.all(Worker.nap, [0.0, 60.0])
         assert 3.0 <= time.monotonic() - start < 8.0, "the deadline's real time"
         text = str(caught.value)
         assert "Worker.nap: rank(s) [1] of 2 did not answer within 3 s" in text
         assert "(answered: [0]; last call that ended: who) -- raise cluster.step_timeout_s" in text
         assert "rank 1 was at:" in text and "time.sleep(seconds[self.rank])" in text
         with pytest.raises(ClusterError, match=r"Worker.who: .* Worker.nap left ranks \[1\] without an answer"):
-            group.who()
+            group.all(Worker.who)
         pids = pids_of(group)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -249,7 +242,7 @@ def test_a_dead_actor_is_named_by_rank():
     with short_lived() as group:
         start = time.monotonic()
         with pytest.raises(ClusterError, match=r"Worker\.die: rank 1 died: ") as caught:
-            group.die(1)
+            group.all(Worker.die, 1)
         assert time.monotonic() - start < 20
         assert "rank 0" not in str(caught.value) and "its last lines are in the log above" in str(caught.value)
 
@@ -257,10 +250,10 @@ def test_a_dead_actor_is_named_by_rank():
 def test_an_error_ends_the_wait_for_ranks_that_never_answer():
     with short_lived() as group:
         with pytest.raises(DataError, match="early") as caught:
-            group.fail_while_others_wait()
+            group.all(Worker.fail_while_others_wait)
         assert "rank(s) [0] had not answered when the call was given up" in caught.value.__notes__
         with pytest.raises(ClusterError, match="cannot be called any more"):
-            group.who()
+            group.all(Worker.who)
 
 
 def test_an_error_in_a_constructor_is_itself_and_nothing_stays(group):
@@ -318,9 +311,9 @@ def test_a_call_that_a_signal_interrupts_is_waited_for_before_the_next(group):
     with pytest.raises(KeyboardInterrupt), stop.signals():
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         start = time.monotonic()
-        group.nap([1.0, 3.0])
+        group.all(Worker.nap, [1.0, 3.0])
     assert time.monotonic() - start < 2.0, "the wait ends with the signal"
-    assert [rank for rank, _, _ in group.who()] == [0, 1]
+    assert [rank for rank, _, _ in group.all(Worker.who)] == [0, 1]
     assert time.monotonic() - start >= 3.0, "the ranks had to end their naps first"
 
 
@@ -352,7 +345,7 @@ def test_a_close_from_another_thread_ends_a_call_that_runs(group):
 
     def nap() -> None:
         try:
-            group.nap([60.0, 60.0])
+            group.all(Worker.nap, [60.0, 60.0])
         except ClusterError as error:
             seen.append(error)
 

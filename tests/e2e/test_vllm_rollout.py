@@ -14,7 +14,7 @@ from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
 from tests.helpers.tiny import load_hf_model, random_batch, save_tiny
-from tests.helpers.training import build, make_actor
+from tests.helpers.training import build, forward_logprobs, make_actor, train_step
 
 NEW_TOKENS = 24
 LONG_PROMPT = 300
@@ -49,7 +49,6 @@ def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
     and long prompts.
     """
     from megatron_rl.data.batching import from_rollouts
-    from megatron_rl.mcore.step import forward_logprobs
     from megatron_rl.rollout.engine import Request, Sampling
     from megatron_rl.types import Prompt, RolloutGroup
 
@@ -69,7 +68,7 @@ def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
 
 def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     from megatron_rl.algos.token_losses import nll_loss
-    from megatron_rl.mcore import convert, step
+    from megatron_rl.mcore import convert
     from megatron_rl.reshard.publisher import FullPublisher
     from megatron_rl.rollout.engine import Request, Sampling, make_engine
 
@@ -87,7 +86,7 @@ def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     publisher.publish(0, expect_change=False)
     gaps = [_gaps(engine, trainable, temperature) for temperature in (1.0, 0.7)]
     for version in (1, 2, 3):
-        step.train_step(trainable, [random_batch(version, (30, 41), 128)], nll_loss, 1.0)
+        train_step(trainable, [random_batch(version, (30, 41), 128)], nll_loss, 1.0)
         publisher.publish(version, expect_change=True)
         gaps.append(_gaps(engine, trainable, 1.0))
     long = tuple(range(2, 120)) * 3
@@ -134,7 +133,7 @@ def test_w7_w8_engine_follows_the_trainer_through_three_updates(folder: str) -> 
 
 def _experts_on_rank(rank: int, world: int, folder: str) -> list[float]:
     from megatron_rl.algos.token_losses import nll_loss
-    from megatron_rl.mcore import convert, step
+    from megatron_rl.mcore import convert
     from megatron_rl.reshard.publisher import FullPublisher
     from megatron_rl.rollout.engine import make_engine
 
@@ -144,7 +143,7 @@ def _experts_on_rank(rank: int, world: int, folder: str) -> list[float]:
     publisher.publish(0, expect_change=False)
     gaps = [_gaps(engine, trainable, 0.7)]
     for version in (1, 2):
-        step.train_step(trainable, [random_batch(2 * version + rank, (30, 41), 128)], nll_loss, 1.0)
+        train_step(trainable, [random_batch(2 * version + rank, (30, 41), 128)], nll_loss, 1.0)
         publisher.publish(version, expect_change=True)
         gaps.append(_gaps(engine, trainable, 1.0))
     engine.close()

@@ -20,7 +20,7 @@ from megatron_rl.algos.token_losses import KlTerm, UpdateLoss, nll_loss
 from megatron_rl.types import TrainBatch
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, make_actor, my_micro_batches, train_step
 
 RECORD = Path(__file__).with_name("trajectories.json")
 STEPS = 8
@@ -42,7 +42,6 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 def train(rank: int, world: int, folder: str, objective: str, agg: str, layout: dict[str, Any]) -> list[list[float]]:
     """[loss, grad_norm] of each step."""
-    from megatron_rl.mcore import step
 
     actor = make_actor(**layout)
     trainable = build(folder, actor, world, init_std=INIT_STD)
@@ -53,7 +52,7 @@ def train(rank: int, world: int, folder: str, objective: str, agg: str, layout: 
     trajectory = []
     for number in range(STEPS):
         batch = _batch(number % 2, agg)
-        report, _ = step.train_step(trainable, my_micro_batches(batch, actor, rank, world), loss, 0.9)
+        report, _ = train_step(trainable, my_micro_batches(batch, actor, rank, world), loss, 0.9)
         trajectory.append([report.loss, report.grad_norm])
     return trajectory
 

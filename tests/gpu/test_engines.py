@@ -12,7 +12,7 @@ from tests.e2e.test_vllm_rollout import check_seeded_samples
 from tests.e2e.test_vllm_tp import _config
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build
+from tests.helpers.training import build, train_step
 
 pytestmark = pytest.mark.gpu
 VERSIONS = range(3)
@@ -39,11 +39,13 @@ def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     from dataclasses import replace
 
     from megatron_rl.algos.token_losses import nll_loss
-    from megatron_rl.mcore import convert, step
+    from megatron_rl.mcore import convert
     from megatron_rl.parallel.topology import topology_of
     from megatron_rl.rollout.engine import make_engine
     from megatron_rl.trainers.placement import engine_order
-    from megatron_rl.workers.colocated import Lending, engine_layout, engine_settings, start_engine
+    from megatron_rl.workers.colocated import engine_layout, engine_settings, start_engine
+    from megatron_rl.workers.model import TrainedModel
+    from megatron_rl.workers.phases import RankMemory
 
     own = ("cluster.device=cuda", "model.dtype=bfloat16", "rollout.kv_cache_gb=1", "rollout.gpu_memory_utilization=0.1")
     cfg = _config(folder, *own, *overrides)
@@ -51,8 +53,7 @@ def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     trainable = build(folder, cfg.actor, world, "bfloat16")
     policy = trainable.model
     layout = engine_layout(cfg, engine_order(cfg, policy.shape, topology_of(cfg.actor, world)))
-    lending = Lending(lambda: None, lambda: None, lambda dtype: convert.export_hf(policy, dtype))
-    engine, publisher = start_engine(cfg, policy, layout, device="cuda", rank=rank, lending=lending)
+    engine, publisher = start_engine(cfg, TrainedModel(trainable), RankMemory(), layout, device="cuda", rank=rank)
     found: dict[str, Any] = {"shared": len(engine.shared), "reports": [], "shared engine": [], "fresh engine": []}
     exports = []
     for version in VERSIONS:
@@ -60,7 +61,7 @@ def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
         found["shared engine"].append(_greedy(engine))
         exports.append({name: tensor.clone() for name, tensor in convert.export_hf(policy, torch.bfloat16)})
         engine.sleep()
-        step.train_step(trainable, [random_batch(7 + version, (30, 41), 128)], nll_loss, 1.0)
+        train_step(trainable, [random_batch(7 + version, (30, 41), 128)], nll_loss, 1.0)
     engine.close()
     fresh = make_engine(replace(engine_settings(cfg, policy.shape, "cuda", layout, rank), free_cache_engine=False))
     for version in VERSIONS:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import make_actor
+from tests.helpers.training import make_actor, train_step
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (5, 40, 9, 12)
@@ -43,12 +43,11 @@ def _build(folder: str, dtype: str, distributed: bool) -> Any:
     actor = make_actor(use_distributed_optimizer=distributed)
     policy = build.build_model(read_model_shape(folder), actor, dtype, torch.device("cuda"))
     convert.load_hf(policy, SafetensorsSource(folder))
-    return build.make_trainable(policy, actor, 100)
+    return build.make_trainable(policy, actor.optim, 100)
 
 
 def _step(trainable: Any, seed: int) -> tuple[float, float]:
     from megatron_rl.algos.token_losses import nll_loss
-    from megatron_rl.mcore.step import train_step
 
     report, _ = train_step(trainable, [random_batch(seed, LENGTHS, 128)], nll_loss, 1.0)
     return report.loss, report.grad_norm

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.algos.token_losses import TokenLoss
 from megatron_rl.config.sections.actor import ActorConfig, OptimConfig
 from megatron_rl.data.batching import plan_batches, select_micro_batches
 from megatron_rl.models.shape import read_model_shape
@@ -46,7 +47,23 @@ def build(
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
     policy = build.build_model(read_model_shape(folder), actor, dtype, rank_device())
     convert.load_hf(policy, SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
-    return build.make_trainable(policy, actor, total_steps)
+    return build.make_trainable(policy, actor.optim, total_steps)
+
+
+def train_step(trainable: Any, micros: list[TrainBatch], token_loss: TokenLoss, temperature: float) -> Any:
+    """(report, log-probabilities that the step started from) of one optimizer step on a loss of the tokens."""
+    from megatron_rl.mcore.objectives import token_objective
+    from megatron_rl.mcore.step import optimizer_step
+
+    return optimizer_step(trainable, micros, token_objective(trainable.model, token_loss, temperature))
+
+
+def forward_logprobs(model: Any, micros: list[TrainBatch], temperature: float) -> list[dict[str, torch.Tensor]]:
+    """Log-probabilities, entropies and greedy hits of each micro-batch."""
+    from megatron_rl.mcore.heads import columns_reader
+    from megatron_rl.mcore.step import forward_columns
+
+    return forward_columns(model, micros, columns_reader(model, ("logprobs", "entropy", "greedy"), temperature))
 
 
 def my_micro_batches(batch: TrainBatch, actor: ActorConfig, rank: int, world: int) -> list[TrainBatch]:

@@ -54,12 +54,13 @@ def _critic_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) 
 
     cpu.install()
     from megatron_rl.mcore import build, convert
-    from megatron_rl.mcore.value import forward_values, train_values
+    from megatron_rl.mcore.heads import columns_reader
+    from megatron_rl.mcore.step import forward_columns, optimizer_step
     from megatron_rl.parallel import groups
     from megatron_rl.parallel.topology import topology_of
     from megatron_rl.weights.heads import ValueHeadSource
     from megatron_rl.weights.safetensors import SafetensorsSource
-    from megatron_rl.workers.critic import value_objective
+    from megatron_rl.workers.objectives import ValueObjective
 
     actor = make_actor(grad_clip=0.0, **layout)
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
@@ -67,11 +68,12 @@ def _critic_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) 
     policy = build.build_model(shape, actor, "float32", torch.device("cpu"), lm_head=False, value_head=True)
     unused = convert.lm_head_shapes(shape) if head == "causal" else {}
     convert.load_hf(policy, ValueHeadSource(SafetensorsSource(folder), head, unused))
-    trainable = build.make_trainable(policy, actor, 100)
+    trainable = build.make_trainable(policy, actor.optim, 100)
     exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     micros = my_micro_batches(critic_batch(), actor, rank, world)
-    found = forward_values(trainable.model, micros)
-    report, _ = train_values(trainable, micros, value_objective(CLIP))
+    columns = forward_columns(trainable.model, micros, columns_reader(trainable.model, ["values"], 1.0))
+    found = [of_micro["values"] for of_micro in columns]
+    report, _ = optimizer_step(trainable, micros, ValueObjective(CLIP).on(trainable.model))
     grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
     return {"exported": exported, "found": found, "grads": grads, "loss": report.loss}
 

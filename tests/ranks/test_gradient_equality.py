@@ -10,7 +10,7 @@ import torch
 from megatron_rl.algos.token_losses import nll_loss
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, make_actor, my_micro_batches, train_step
 
 LENGTHS = (5, 40, 9, 12, 33, 7, 7, 21)
 SPLITS: dict[str, tuple[int, int | None]] = {
@@ -32,7 +32,7 @@ def _gradients(rank: int, world: int, folder: str, size: int | None, packing: bo
     )
     trainable = build(folder, actor, world)
     micros = my_micro_batches(random_batch(0, LENGTHS, 128), actor, rank, world)
-    report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
+    report, _ = train_step(trainable, micros, nll_loss, 1.0)
     grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
     tokens = sum(micro.tokens.shape[1] for micro in step.pack_all(trainable.model, micros))
     return {"grads": grads, "report": report, "tokens": tokens, "micros": len(micros)}

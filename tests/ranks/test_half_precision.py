@@ -11,7 +11,7 @@ import torch
 from megatron_rl.algos.token_losses import nll_loss
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, make_actor, my_micro_batches, train_step
 
 LENGTHS = (5, 40, 9, 12, 33, 7, 7, 21)
 OPTIMIZERS: dict[str, dict[str, Any]] = {"distributed": {}, "plain": {"use_distributed_optimizer": False}}
@@ -25,13 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _steps(trainable: Any, actor: Any, rank: int, world: int, count: int, scale: float = 1.0) -> list[float]:
     """Losses of `count` steps on two batches in turn. scale: of the loss weights; 0 makes every gradient 0."""
-    from megatron_rl.mcore import step
 
     losses = []
     for number in range(count):
         batch = random_batch(number % 2, LENGTHS, 128)
         batch = batch.with_(loss_weights=scale * batch.columns["loss_weights"])
-        report, _ = step.train_step(trainable, my_micro_batches(batch, actor, rank, world), nll_loss, 1.0)
+        report, _ = train_step(trainable, my_micro_batches(batch, actor, rank, world), nll_loss, 1.0)
         losses.append(report.loss)
     return losses
 

@@ -15,7 +15,7 @@ from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.types import TrainBatch
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, forward_logprobs, make_actor, my_micro_batches, train_step
 
 LENGTHS = (5, 22, 9, 14, 7, 7)
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -48,8 +48,8 @@ def _batch(mode: str) -> TrainBatch:
 
 
 def _all_losses(rank: int, world: int, folder: str, layout: dict[str, Any]) -> list[dict[str, Any]]:
-    from megatron_rl.mcore import convert, step
-    from megatron_rl.workers.policy import actor_objective
+    from megatron_rl.mcore import convert
+    from megatron_rl.workers.objectives import actor_loss
 
     # Plain optimizer: its all-reduce leaves the whole gradient on each rank. Learning rate and clipping change nothing.
     actor = make_actor(grad_clip=0.0, use_distributed_optimizer=False, **layout)
@@ -57,7 +57,7 @@ def _all_losses(rank: int, world: int, folder: str, layout: dict[str, Any]) -> l
     for group in trainable.optimizer.param_groups:
         group["max_lr"] = group["min_lr"] = 0.0
     base = my_micro_batches(_batch(MODES[0]), actor, rank, world)
-    found = step.forward_logprobs(trainable.model, base, 1.0)
+    found = forward_logprobs(trainable.model, base, 1.0)
     results = []
     for loss, mode in CASES:
         options = ActorConfig(
@@ -74,7 +74,7 @@ def _all_losses(rank: int, world: int, folder: str, layout: dict[str, Any]) -> l
             )
             for micro, columns in zip(micros, found, strict=True)
         ]
-        report, _ = step.train_step(trainable, micros, actor_objective(options), 1.0)
+        report, _ = train_step(trainable, micros, actor_loss(options), 1.0)
         grads = [p.clone() for _, p in convert.export_hf(trainable.model, of=lambda p: p.main_grad)]  # type: ignore[attr-defined]
         grad = torch.cat([g.flatten().float() for g in grads])
         results.append({"loss": report.loss, "metrics": report.metrics, "grad": grad})

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, forward_logprobs, make_actor, my_micro_batches, train_step
 
 TEMPERATURE = 0.7
 LENGTHS = (5, 40, 9, 12, 33)
@@ -31,16 +31,16 @@ def _loss(logprobs: torch.Tensor, entropy: torch.Tensor, columns: Any) -> Any:
 
 
 def _parity_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any], vocab: int) -> dict[str, Any]:
-    from megatron_rl.mcore import convert, step
+    from megatron_rl.mcore import convert
 
     actor = make_actor(grad_clip=0.0, **layout)  # clipping would scale the gradients that are compared
     trainable = build(folder, actor, world)
     exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     batch = random_batch(0, LENGTHS, vocab)
     micros = my_micro_batches(batch, actor, rank, world)
-    found = step.forward_logprobs(trainable.model, micros, TEMPERATURE)
+    found = forward_logprobs(trainable.model, micros, TEMPERATURE)
     # The gradients stay in main_grad after the update.
-    report, _ = step.train_step(trainable, micros, _loss, TEMPERATURE)
+    report, _ = train_step(trainable, micros, _loss, TEMPERATURE)
     grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
     return {"exported": exported, "found": found[0] if found else None, "report": report, "grads": grads}
 
@@ -85,15 +85,14 @@ def test_n1_mcore_equals_transformers(tmp_path: Path, family: str, tied: bool, v
 
 def _ids_on_rank(rank: int, world: int, folder: str, odd: int) -> list[str]:
     from megatron_rl.errors import DataError
-    from megatron_rl.mcore import step
 
     trainable = build(folder, make_actor(tp=world), world)
     batch = random_batch(0, (5, 9), 127)
     batch.tokens[7] = odd
     said: list[str] = []
     for call in (
-        lambda: step.forward_logprobs(trainable.model, [batch], 1.0),
-        lambda: step.train_step(trainable, [batch], _loss, 1.0),
+        lambda: forward_logprobs(trainable.model, [batch], 1.0),
+        lambda: train_step(trainable, [batch], _loss, 1.0),
     ):
         try:
             call()

@@ -13,7 +13,7 @@ from megatron_rl.algos.token_losses import nll_loss
 from megatron_rl.rollout.hf_engine import checkpoint_views
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, forward_logprobs, make_actor, my_micro_batches, train_step
 
 TEMPERATURE = 0.7
 LENGTHS = (5, 40, 9, 12, 33, 7, 7, 21)
@@ -105,15 +105,15 @@ def _by_sequence(batches: list[Any], columns: list[torch.Tensor]) -> Sequences:
 
 
 def _parity_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) -> dict[str, Any]:
-    from megatron_rl.mcore import convert, step
+    from megatron_rl.mcore import convert
 
     # Clipping would scale the gradients that are compared; a sharded optimizer would leave each rank a part of them.
     actor = make_actor(grad_clip=0.0, use_distributed_optimizer=False, **layout)
     trainable = build(folder, actor, world)
     exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     micros = my_micro_batches(random_batch(0, LENGTHS, 128), actor, rank, world)
-    columns = [found["logprobs"] for found in step.forward_logprobs(trainable.model, micros, TEMPERATURE)]
-    report, _ = step.train_step(trainable, micros, _loss, TEMPERATURE)
+    columns = [found["logprobs"] for found in forward_logprobs(trainable.model, micros, TEMPERATURE)]
+    report, _ = train_step(trainable, micros, _loss, TEMPERATURE)
     grads = dict(convert.export_hf(trainable.model, of=lambda p: p.main_grad.clone()))  # type: ignore[attr-defined]
     # Only the last pipeline stage has log-probabilities and a loss.
     logprobs = _by_sequence(micros, columns) if columns else None
@@ -170,14 +170,13 @@ def _train_on_rank(
 
 
 def _trajectory(rank: int, world: int, folder: str, layout: dict[str, Any]) -> Trajectory:
-    from megatron_rl.mcore import step
 
     actor = make_actor(**layout)
     trainable = build(folder, actor, world)
     found = []
     for number in range(STEPS):
         micros = my_micro_batches(random_batch(number % 2, LENGTHS, 128), actor, rank, world)
-        report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
+        report, _ = train_step(trainable, micros, nll_loss, 1.0)
         found.append((report.loss, report.grad_norm))
     return found
 

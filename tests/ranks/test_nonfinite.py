@@ -15,7 +15,7 @@ from megatron_rl.errors import CheckpointError, NonFiniteError
 from megatron_rl.types import BadMicroBatch, StepReport
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, make_actor, my_micro_batches, train_step
 
 LENGTHS = (5, 40, 9, 12, 33, 7, 7, 21)
 BAD = 4
@@ -84,14 +84,13 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _run(rank: int, world: int, folder: str, kinds: list[str], cases: list[Any]) -> list[Any]:
     """For each case: (report, what a broken step changed, what the end of the run differs in from one without it)."""
-    from megatron_rl.mcore import step
 
     found = []
     for dtype, layout in cases:
         actor = make_actor(**layout)
 
         def go(trainable: Any, batch: Any, actor: Any = actor) -> StepReport:
-            return step.train_step(trainable, my_micro_batches(batch, actor, rank, world), _loss, 1.0)[0]
+            return train_step(trainable, my_micro_batches(batch, actor, rank, world), _loss, 1.0)[0]
 
         calm, struck = build(folder, actor, world, dtype), build(folder, actor, world, dtype)
         for trainable in (calm, struck):
@@ -251,7 +250,7 @@ def test_a_huge_rate_ends_in_a_refused_step_not_in_broken_weights(tmp_path: Path
 
 
 def _huge(rank: int, world: int, folder: str) -> tuple[list[bool], bool]:
-    from megatron_rl.mcore import convert, step
+    from megatron_rl.mcore import convert
 
     actor = make_actor()
     actor = replace(actor, optim=replace(actor.optim, lr=1e19, weight_decay=0.0))
@@ -259,6 +258,6 @@ def _huge(rank: int, world: int, folder: str) -> tuple[list[bool], bool]:
     updated = []
     for number in range(4):
         micros = my_micro_batches(_batch(number), actor, rank, world)
-        updated.append(step.train_step(trainable, micros, _loss, 1.0)[0].updated)
+        updated.append(train_step(trainable, micros, _loss, 1.0)[0].updated)
     weights = [tensor for _, tensor in convert.export_hf(trainable.model)]
     return updated, all(bool(torch.isfinite(tensor).all()) for tensor in weights)

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.odd_configs import ABSENT, PASSING
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_odd
-from tests.helpers.training import make_actor
+from tests.helpers.training import forward_logprobs, make_actor
 
 VOCAB = 128
 # Entries that another family's value would show: the rotary base, the epsilon.
@@ -21,7 +21,7 @@ def _logprobs(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
     from megatron_rl.mcore import cpu
 
     cpu.install()
-    from megatron_rl.mcore import build, convert, step
+    from megatron_rl.mcore import build, convert
     from megatron_rl.models.shape import read_model_shape
     from megatron_rl.parallel import groups
     from megatron_rl.parallel.topology import topology_of
@@ -33,7 +33,7 @@ def _logprobs(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
     for folder in folders:
         policy = build.build_model(read_model_shape(folder), actor, "float32", torch.device("cpu"))
         convert.load_hf(policy, SafetensorsSource(folder))
-        (result,) = step.forward_logprobs(policy, [random_batch(0, (40, 9, 17), VOCAB)], 1.0)
+        (result,) = forward_logprobs(policy, [random_batch(0, (40, 9, 17), VOCAB)], 1.0)
         found.append(result["logprobs"])
     return found
 

@@ -11,7 +11,7 @@ from megatron_rl.algos.token_losses import nll_loss
 from megatron_rl.types import OffloadReport
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, make_actor, my_micro_batches, train_step
 
 STEPS = 3
 LENGTHS = (5, 40, 9, 12)
@@ -34,12 +34,11 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _steps(trainable: Any, actor: Any, rank: int, world: int, between: Any) -> list[tuple[float, float]]:
-    from megatron_rl.mcore import step
 
     found = []
     for number in range(STEPS):
         micros = my_micro_batches(random_batch(number, LENGTHS, 128), actor, rank, world)
-        report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
+        report, _ = train_step(trainable, micros, nll_loss, 1.0)
         found.append((report.loss, report.grad_norm))
         between()
     return found

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.algos.token_losses import nll_loss
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, forward_logprobs, make_actor, my_micro_batches, train_step
 
 LENGTHS = (5, 16, 9, 12, 4, 4, 4)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_bucket_size": 20000}
@@ -49,7 +49,6 @@ READERS = {"export": _exported, "publish": _published, "offload": _after_offload
 
 
 def _read_after_each_step(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str) -> dict[str, Weights]:
-    from megatron_rl.mcore import step
 
     # Clipping would round: its factor comes from a norm that buckets add up in another order.
     actor = make_actor(grad_clip=0.0, **layout)
@@ -57,10 +56,10 @@ def _read_after_each_step(rank: int, world: int, folder: str, layout: dict[str, 
     found: dict[str, Weights] = {}
     for number, (name, read) in enumerate({"forward": None, **READERS}.items()):
         micros = my_micro_batches(random_batch(number, LENGTHS, 128), actor, rank, world)
-        step.train_step(trainable, micros, nll_loss, 1.0)
+        train_step(trainable, micros, nll_loss, 1.0)
         found[f"{name}, before"] = _raw(trainable)
         if read is None:
-            columns = step.forward_logprobs(trainable.model, micros, 1.0)
+            columns = forward_logprobs(trainable.model, micros, 1.0)
             found[name] = {str(i): column["logprobs"] for i, column in enumerate(columns)}
         else:
             found[name] = read(trainable)

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from examples.quickstart.make_data import make
+from megatron_rl.cluster.backend import timed_call
+from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.load import load_config
 from megatron_rl.flow import constant
 from megatron_rl.rewards.base import RewardResult
@@ -27,28 +29,19 @@ COMPARED = ("policy/loss", "policy/grad_norm", "policy/clip_frac", "kl/reward", 
 COMPARED += ("critic/value_mean", "critic/explained_variance", "critic/clip_frac", "critic/return_mean")
 
 
-class SpmdGroup:
-    """A worker group without a controller: every rank runs the trainer, and calls are answered by all of them."""
+class SpmdBackend:
+    """A backend without a controller: every rank runs the trainer, and calls are answered by all of them."""
 
-    def __init__(self, rank: int, worker: Any, grid: Any) -> None:
-        self.rank, self.worker, self.grid, self.busy_seconds = rank, worker, grid, 0.0
+    def __init__(self, rank: int, world: int, worker: Any) -> None:
+        self.rank, self.world, self.worker = rank, world, worker
 
-    def __getattr__(self, method: str) -> Any:
-        from megatron_rl.cluster.dispatch import collected_ranks, dispatch_of, gather, scatter
+    def call(self, method: str, calls: Any, keep: Any, timeout_s: float) -> list[Any]:
+        answer = timed_call(self.worker, method, calls[self.rank], keep[self.rank])
+        answers: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(answers, answer)
+        return answers
 
-        mode = dispatch_of(type(self.worker), method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            own = scatter(mode, args, kwargs, self.grid)[self.rank]
-            assert own is not None
-            answer = getattr(self.worker, method)(*own[0], **own[1])
-            answers: list[Any] = [None] * self.grid.world
-            torch.distributed.all_gather_object(answers, answer if self.rank in collected_ranks(mode, self.grid) else 0)
-            return gather(mode, answers, self.grid)
-
-        return call
-
-    def close(self) -> None:
+    def close(self, graceful: bool) -> None:
         self.worker.close()
 
 
@@ -93,7 +86,7 @@ def ppo_on_rank(
     cfg = load_config([config], [*own, *overrides])
 
     def start_group(worker_cls: Any, args: Any, cluster: Any, grid: Any, device: str) -> Any:
-        return SpmdGroup(rank, worker_cls(rank, world, *args), grid)
+        return WorkerGroup(worker_cls, SpmdBackend(rank, world, worker_cls(rank, world, *args)), grid, 60.0)
 
     placement.start_group, base.RunRewards = start_group, EvenTokens  # type: ignore[assignment]
     trainer = ppo.PpoTrainer(cfg)

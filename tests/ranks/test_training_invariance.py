@@ -13,7 +13,7 @@ from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.algos.token_losses import nll_loss
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, make_actor, my_micro_batches
+from tests.helpers.training import build, make_actor, my_micro_batches, train_step
 
 STEPS = 8
 LENGTHS = (5, 36, 9, 12, 20, 7, 7, 16)
@@ -70,7 +70,6 @@ def _train_on_rank(
 
 
 def _trajectory(rank: int, world: int, folder: str, layout: dict[str, Any], mode: str) -> Trajectory:
-    from megatron_rl.mcore import step
 
     actor = make_actor(**layout)
     trainable = build(folder, actor, world)
@@ -79,7 +78,7 @@ def _trajectory(rank: int, world: int, folder: str, layout: dict[str, Any], mode
         batch = random_batch(number % 2, LENGTHS, 128)
         weights = loss_weights(mode, batch.loss_mask, batch.segments, batch.num_sequences, norm_length=64)
         micros = my_micro_batches(batch.with_(loss_weights=weights), actor, rank, world)
-        report, _ = step.train_step(trainable, micros, nll_loss, 1.0)
+        report, _ = train_step(trainable, micros, nll_loss, 1.0)
         found.append((report.loss, report.grad_norm))
     return found
 

@@ -18,6 +18,12 @@ KlLossType = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+def offloaded_kinds(params: bool, grads: bool, optimizer: bool) -> tuple[str, ...]:
+    """The names of a model's kinds of memory that may leave the device."""
+    kinds = {"params": params, "grads": grads, "optimizer": optimizer}
+    return tuple(kind for kind, leaves in kinds.items() if leaves)
+
+
 @section
 class OptimConfig:
     lr: PositiveFloat = 1e-6
@@ -141,8 +147,7 @@ class ActorConfig(ParallelConfig):
     @property
     def offloaded(self) -> tuple[str, ...]:
         """What leaves the device while responses are generated."""
-        kinds = {"params": self.param_offload, "grads": self.grad_offload, "optimizer": self.optimizer_offload}
-        return tuple(kind for kind, leaves in kinds.items() if leaves)
+        return offloaded_kinds(self.param_offload, self.grad_offload, self.optimizer_offload)
 
     @property
     def loss(self) -> PolicyLoss:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megatron_rl.config.sections.actor import LossAggMode, OptimConfig
+from megatron_rl.config.sections.actor import LossAggMode, OptimConfig, offloaded_kinds
 from megatron_rl.config.sections.base import UserPath, section
 
 
@@ -56,3 +56,8 @@ class CriticConfig:
     """Free the critic's gradients outside its own passes."""
     optimizer_offload: bool = False
     """Keep the critic's optimizer state and float32 master weights in host memory outside its own passes."""
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What leaves the device outside the critic's own passes."""
+        return offloaded_kinds(self.param_offload, self.grad_offload, self.optimizer_offload)

@@ -118,7 +118,11 @@ def test_n8_the_step_of_every_algorithm_looks_at_the_mismatch(
 ) -> None:
     """N8: a trainer without data and workers, whose flow gives metrics above the bound."""
     trainer: Any = algorithm.__new__(algorithm)
-    trainer.guard, trainer.policy, trainer.needs_old_logprobs = SimpleNamespace(), SimpleNamespace(busy_seconds=0), True
+    trainer.guard, trainer.workers, trainer.needs_old_logprobs = (
+        SimpleNamespace(),
+        SimpleNamespace(busy_seconds=0),
+        True,
+    )
     trainer.next_prompts = list
     trainer.flow = SimpleNamespace(run=lambda **_: {"groups": [], "results": []}, last_timings={})
     trainer.mismatch = _guard(tmp_path, "algorithm.max_mismatch_steps=1")

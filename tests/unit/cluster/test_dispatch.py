@@ -4,108 +4,86 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.cluster.dispatch import (
-    Collect,
-    Dispatch,
-    RankGrid,
-    Split,
-    collected_ranks,
-    dispatch,
-    dispatch_of,
-    gather,
-    scatter,
-)
+from megatron_rl.cluster.dispatch import RankGrid, Replicas, call_by_replica, call_for_all, method_path
 from megatron_rl.errors import ClusterError
 
+EVERY = Replicas((0, 1, 2, 3), (True,) * 4)
 # dp=2, tp=2, rank = 2 * dp + tp; engines of one rank each.
-DP2_TP2 = RankGrid(4, (0, 0, 1, 1), (True, False, True, False), (0, 1, 2, 3), (True,) * 4)
-# pp=2, dp=2 (pp outermost): the last stage's ranks head their data-parallel rank; one engine of all four.
-PP2_DP2 = RankGrid(4, (0, 1, 0, 1), (False, False, True, True), (0, 0, 0, 0), (True, False, False, False))
+DP2_TP2 = RankGrid(4, Replicas((0, 0, 1, 1), (True, False, True, False)), EVERY)
+# pp=2, dp=2 (pp outermost): the last stage's ranks head their replica.
+PP2_DP2 = Replicas((0, 1, 0, 1), (False, False, True, True))
 # Three engines of two ranks whose numbers do not follow the ranks'.
-ENGINES = RankGrid(6, (0,) * 6, (True, *(False,) * 5), (2, 2, 0, 0, 1, 1), (True, False, False, True, True, False))
+ENGINES = Replicas((2, 2, 0, 0, 1, 1), (True, False, False, True, True, False))
+
+
+class Part:
+    def step(self) -> None: ...
 
 
 class Worker:
-    @dispatch(split=Split.SPLIT_DP)
-    def logprobs(self, batch: object) -> None: ...
+    part: Part
+    count: int
 
-    @dispatch(split=Split.SPLIT_DP, collect=Collect.RANK0)
-    def update(self, batch: object) -> None: ...
+    def step(self) -> None: ...
 
-    @dispatch()
-    def barrier(self) -> None: ...
-
-    def helper(self) -> None: ...
+    def close(self) -> None: ...
 
 
-def run(mode: Dispatch, grid: RankGrid, *args, **kwargs):
-    """Each rank returns (rank, its first argument)."""
-    calls = scatter(mode, args, kwargs, grid)
-    return gather(mode, [None if call is None else (r, call[0][0]) for r, call in enumerate(calls)], grid)
+class Child(Worker):
+    def close(self) -> None: ...
+
+
+def run(replicas: Replicas, *entries: object) -> list[tuple[int, object]]:
+    """Each rank returns (rank, its first argument); what the heads returned."""
+    calls = call_by_replica(list(entries), (), {}, replicas, "replica")
+    return [(rank, calls[rank][0][0]) for rank in replicas.heads]
 
 
 def test_all_sends_the_same_arguments_everywhere():
-    mode = Dispatch(Split.ALL, Collect.ALL)
-    calls = scatter(mode, (1,), {"k": 2}, DP2_TP2)
+    calls = call_for_all((1,), {"k": 2}, DP2_TP2)
     assert calls == [((1,), {"k": 2})] * 4
     assert len({id(call) for call in calls}) == 1, "one object, so that a backend ships it once"
-    assert run(mode, DP2_TP2, "x") == [(0, "x"), (1, "x"), (2, "x"), (3, "x")]
-    assert run(Dispatch(Split.ALL, Collect.RANK0), DP2_TP2, "x") == (0, "x")
 
 
-def test_split_dp_gives_entry_d_to_every_rank_of_d_and_collects_from_the_heads():
-    mode = Dispatch(Split.SPLIT_DP, Collect.DP)
-    calls = scatter(mode, (["a", "b"], 7), {"k": 1}, DP2_TP2)
+def test_entry_d_goes_to_every_rank_of_replica_d_and_the_heads_answer():
+    calls = call_by_replica(["a", "b"], (7,), {"k": 1}, DP2_TP2.dp, "replica")
     assert calls == [(("a", 7), {"k": 1})] * 2 + [(("b", 7), {"k": 1})] * 2
     assert calls[0] is calls[1] and calls[1] is not calls[2]
-    assert run(mode, DP2_TP2, ["a", "b"]) == [(0, "a"), (2, "b")]
-    assert run(mode, PP2_DP2, ["a", "b"]) == [(2, "a"), (3, "b")], "from the last pipeline stage"
+    assert run(DP2_TP2.dp, "a", "b") == [(0, "a"), (2, "b")]
+    assert run(PP2_DP2, "a", "b") == [(2, "a"), (3, "b")], "from the last pipeline stage"
 
 
-def test_split_engine_collects_in_the_order_of_engines_not_of_ranks():
-    mode = Dispatch(Split.SPLIT_ENGINE, Collect.ENGINE)
-    assert run(mode, ENGINES, ["e0", "e1", "e2"]) == [(3, "e0"), (4, "e1"), (0, "e2")]
-    assert run(mode, DP2_TP2, list("wxyz")) == [(0, "w"), (1, "x"), (2, "y"), (3, "z")]
+def test_heads_are_in_the_order_of_replicas_not_of_ranks():
+    assert run(ENGINES, "e0", "e1", "e2") == [(3, "e0"), (4, "e1"), (0, "e2")]
+    assert run(EVERY, *"wxyz") == [(0, "w"), (1, "x"), (2, "y"), (3, "z")]
 
 
-def test_rank0_calls_nobody_else():
-    mode = Dispatch(Split.RANK0, Collect.RANK0)
-    assert scatter(mode, (1,), {}, DP2_TP2) == [((1,), {}), None, None, None]
-    assert run(mode, DP2_TP2, 1) == (0, 1)
+def test_counts_of_a_grid():
+    assert (DP2_TP2.num_dp, DP2_TP2.num_engines) == (2, 4)
+    flat = RankGrid.flat(3)
+    assert (flat.num_dp, flat.num_engines, flat.engines) == (3, 0, None)
 
 
-@pytest.mark.parametrize("grid", [DP2_TP2, PP2_DP2, ENGINES, RankGrid.flat(3)])
-@pytest.mark.parametrize("collect", list(Collect))
-def test_gather_looks_only_at_collected_ranks(grid, collect):
-    mode = Dispatch(Split.ALL, collect)
-    ranks = collected_ranks(mode, grid)
-    full = gather(mode, list(range(grid.world)), grid)
-    assert full == (list(ranks) if collect is not Collect.RANK0 else 0)
-    assert gather(mode, [r if r in ranks else None for r in range(grid.world)], grid) == full
+def test_a_wrong_number_of_entries_is_refused_with_both_numbers():
+    with pytest.raises(ClusterError, match=r"one entry per engine \(3\), but got 2 entries"):
+        call_by_replica([1, 2], (), {}, ENGINES, "engine")
+    with pytest.raises(ClusterError, match="but got a str"):
+        call_by_replica("abc", (), {}, ENGINES, "engine")
 
 
-def test_a_split_argument_of_the_wrong_length_is_refused_with_both_numbers():
-    mode = Dispatch(Split.SPLIT_DP, Collect.DP)
-    with pytest.raises(ClusterError, match=r"one entry per data-parallel rank \(2\), but got 3 entries"):
-        scatter(mode, ([1, 2, 3],), {}, DP2_TP2)
-    with pytest.raises(ClusterError, match=r"one entry per rollout engine \(3\), but got no list"):
-        scatter(Dispatch(Split.SPLIT_ENGINE, Collect.ENGINE), ("abc",), {}, ENGINES)
-    with pytest.raises(ClusterError, match="but got no list"):
-        scatter(mode, (), {"batch": [1, 2]}, DP2_TP2)
+def test_a_method_is_found_on_the_worker_or_on_a_component_of_it():
+    assert method_path(Worker, Worker.step) == "step"
+    assert method_path(Worker, Part.step) == "part.step"
+    assert method_path(Child, Worker.step) == "step"
+    assert method_path(Child, Part.step) == "part.step"
+    with pytest.raises(ClusterError, match=r"Child\.close is no method .* made of: Worker, Part"):
+        method_path(Worker, Child.close)
 
 
-def test_methods_declare_their_mode_and_others_are_refused_by_name():
-    assert dispatch_of(Worker, "logprobs") == Dispatch(Split.SPLIT_DP, Collect.DP)
-    assert dispatch_of(Worker, "update") == Dispatch(Split.SPLIT_DP, Collect.RANK0)
-    assert dispatch_of(Worker, "barrier") == Dispatch(Split.ALL, Collect.ALL)
-    with pytest.raises(ClusterError, match=r"Worker\.helper is not declared"):
-        dispatch_of(Worker, "helper")
-    with pytest.raises(AttributeError, match="no method 'updat'; declared: barrier, logprobs, update"):
-        dispatch_of(Worker, "updat")
-
-
-def test_a_grid_without_one_head_a_part_is_a_fault_of_ours():
+def test_a_grid_without_one_head_a_replica_is_a_fault_of_ours():
     with pytest.raises(AssertionError):
-        RankGrid(2, (0, 1), (True, False), (0, 1), (True, True))
+        Replicas((0, 1), (True, False))
     with pytest.raises(AssertionError):
-        RankGrid(2, (0, 0), (True, True), (0, 1), (True, True))
+        Replicas((0, 0), (True, True))
+    with pytest.raises(AssertionError):
+        RankGrid(3, Replicas((0, 1), (True, True)))

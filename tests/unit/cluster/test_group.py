@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_rl.cluster.dispatch import Collect, RankGrid, Split, dispatch
+from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.environment import free_port, port_in_use, rank_environment, worker_environment
 from megatron_rl.cluster.resources import Placement, plan_placement, require_room, resolve_device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
@@ -29,22 +29,18 @@ class Worker:
         self.rank, self.world, self.word = rank, world, word
         self.running = 0
 
-    @dispatch(split=Split.SPLIT_DP)
     def shout(self, text: str) -> str:
         return f"{self.word} {text}!"
 
-    @dispatch(collect=Collect.RANK0)
     def variables(self) -> dict[str, str]:
         return dict(os.environ)
 
-    @dispatch()
     def nap(self) -> None:
         self.running += 1
         assert self.running == 1
         time.sleep(0.05)
         self.running -= 1
 
-    @dispatch()
     def fail(self) -> None:
         raise DataError("row 3")
 
@@ -59,8 +55,7 @@ def inline_group() -> WorkerGroup:
 def test_inline_calls_a_worker_in_this_process_and_closes_it():
     CLOSED.clear()
     with inline_group() as group:
-        assert group.shout(["you"]) == ["hey you!"]
-        assert group.call("shout", ["me"]) == ["hey me!"]
+        assert group.each_dp(Worker.shout, ["you"]) == ["hey you!"]
         assert CLOSED == []
     group.close()
     assert CLOSED == [0]
@@ -70,7 +65,7 @@ def test_inline_sets_the_ranks_variables_and_takes_them_back(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with inline_group() as group:
-        inside = group.variables()
+        inside = group.rank0(Worker.variables)
     assert inside["RANK"] == "0" and inside["WORLD_SIZE"] == "1" and inside["LOCAL_RANK"] == "0"
     assert inside["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "RANK" not in os.environ and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
@@ -82,20 +77,20 @@ def test_inline_sets_the_ranks_variables_and_takes_them_back(monkeypatch):
 def test_an_error_is_itself_with_its_rank_in_a_note():
     with inline_group() as group:
         with pytest.raises(DataError, match="row 3") as caught:
-            group.fail()
+            group.all(Worker.fail)
         assert "on rank 0 in Worker.fail" in caught.value.__notes__
 
 
 def test_seconds_are_kept_and_threads_take_turns():
     with inline_group() as group:
-        threads = [threading.Thread(target=group.nap) for _ in range(3)]
+        threads = [threading.Thread(target=group.all, args=(Worker.nap,)) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert 0.15 <= group.busy_seconds < 2.0
         assert group.last_seconds["nap"] >= group.last_worker_seconds["nap"][0] >= 0.05
-        assert group.nap() == [None]
+        assert group.all(Worker.nap) == [None]
 
 
 def test_a_layout_of_another_size_is_refused():
@@ -181,3 +176,48 @@ def test_cuda_without_a_gpu_is_an_error_and_auto_is_not():
         with pytest.raises(ClusterError, match=r"cluster\.device: 'cuda' -- torch sees no GPU here"):
             resolve_device("cuda")
     assert resolve_device("cpu") == "cpu"
+
+
+class Composed:
+    """A worker made of another one."""
+
+    inner: Worker
+    count: int
+
+    def __init__(self, rank: int, world: int, word: str) -> None:
+        self.inner = Worker(rank, world, word)
+        self.count = 0
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+
+def test_a_component_is_called_by_its_own_class():
+    with start_group(Composed, ("hey",), INLINE, RankGrid.flat(1), "cpu") as group:
+        assert group.each_dp(Worker.shout, ["you"]) == ["hey you!"]
+        assert (group.rank0(Composed.add, 2), group.all(Composed.add, number=3)) == (2, [5])
+        assert group.last_seconds.keys() == {"inner.shout", "add"}
+        with pytest.raises(DataError) as caught:
+            group.all(Worker.fail)
+        assert "on rank 0 in Composed.inner.fail" in caught.value.__notes__
+
+
+def test_a_method_of_another_class_is_refused_with_what_the_workers_are_made_of():
+    class Stranger:
+        def shout(self, text: str) -> str:
+            return text
+
+    refused = pytest.raises(ClusterError, match=r"Stranger\.shout is no method .* made of: Composed, Worker")
+    with start_group(Composed, ("hey",), INLINE, RankGrid.flat(1), "cpu") as group, refused:
+        group.each_dp(Stranger.shout, ["you"])
+
+
+def test_two_groups_do_not_wait_for_each_other():
+    """What disaggregated engines need: a call on their ranks runs while the trainers' ranks are at work."""
+    with inline_group() as trainers, inline_group() as engines:
+        trainers._lock.acquire()
+        try:
+            assert engines.each_dp(Worker.shout, ["you"]) == ["hey you!"]
+        finally:
+            trainers._lock.release()

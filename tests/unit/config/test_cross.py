@@ -77,7 +77,7 @@ def test_ppo_gae_and_a_critic_come_together(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "algorithm.name=ppo", "critic.enable=true")
     assert fault.key == "algorithm.adv_estimator" and "set algorithm.adv_estimator=gae" in fault.cure
     ppo = ("algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae", "rollout.n=1")
-    assert load(tmp_path, *ppo).critic_training.ppo_epochs == 1
+    assert load(tmp_path, *ppo).critic_training.epochs == 1
     fault = only_fault(tmp_path, *ppo, "critic.tp=2")
     assert fault.key == "critic.tp" and "actor.tp is 1" in fault.reason
     found = faults(tmp_path, *ppo, "critic.share_backbone=true", "critic.ppo_epochs=2", "trainer.critic_warmup=3")

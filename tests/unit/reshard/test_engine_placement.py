@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cluster.dispatch import Replicas
 from megatron_rl.errors import ReshardError
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.parallel.topology import Topology, topology_of
@@ -18,9 +19,10 @@ from tests.helpers.config import load, make_model
 
 def test_engines_take_the_ranks_of_their_order() -> None:
     grid = rank_grid(Topology(world=4, tp=2), 2, (0, 2, 3, 1))
-    assert grid.engine_of_rank == (0, 1, 0, 1)
-    assert grid.is_engine_head == (True, False, False, True)
-    assert rank_grid(Topology(world=4), 2).engine_of_rank == (0, 0, 1, 1), "neighbours where no order is given"
+    assert grid.engines == Replicas((0, 1, 0, 1), (True, False, False, True))
+    neighbours = Replicas((0, 0, 1, 1), (True, False, True, False))
+    assert rank_grid(Topology(world=4), 2).engines == neighbours, "where no order is given"
+    assert rank_grid(Topology(world=4), None).engines is None
 
 
 def test_slots_go_to_the_ranks_that_hold_most_of_them(tmp_path: Path) -> None:

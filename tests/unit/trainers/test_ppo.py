@@ -32,7 +32,7 @@ def bare_trainer(folder: Path, *overrides: str) -> Any:
     """The trainer's arithmetic alone: no data, no workers."""
     trainer = PpoTrainer.__new__(PpoTrainer)
     trainer.cfg = load(folder, *PPO, "data.train_batch_size=5", *overrides)
-    trainer.critic_part, trainer.shared = trainer.cfg.critic_training, trainer.cfg.critic.share_backbone
+    trainer.critic_training, trainer.shared = trainer.cfg.critic_training, trainer.cfg.critic.share_backbone
     trainer.num_updates, trainer.needs_old_logprobs = 1, False
     trainer.kl_control = KlControl(trainer.cfg.algorithm.kl_ctrl)
     return trainer

@@ -25,6 +25,7 @@ from megatron_rl.trainers.validation import (
     validation_metrics,
 )
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, Samples
+from megatron_rl.workers.engine import EngineWorker
 
 
 def group(index: int, texts: list[str], source: str = "s") -> RolloutGroup:
@@ -116,7 +117,8 @@ class Engines:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def generate(self, requests: list[list[Request]], sampling: Any) -> list[Samples]:
+    def each_engine(self, method: Any, requests: list[list[Request]], sampling: Any) -> list[Samples]:
+        assert method is EngineWorker.generate
         self.batches.append(sum(map(len, requests)))
 
         def token(request: Request, sample: int) -> int:
@@ -145,7 +147,7 @@ def test_each_row_is_validated_once_whatever_the_batch_size(size: int | None, ba
     )
     prompts = tuple(Prompt(2 * i, (i + 1,), "p", "ab"[i % 2], None) for i in range(7))
     trainer.val_set = SimpleNamespace(prompts=prompts)  # type: ignore[assignment]
-    trainer.policy, trainer.version = engines, 0  # type: ignore[assignment]
+    trainer.workers, trainer.version = SimpleNamespace(engines=engines), 0  # type: ignore[assignment]
     trainer.stop_ids, trainer.stop_texts = (0,), ()
     trainer.renderer = SimpleNamespace(response_text=lambda ids, stop_ids: str(ids))  # type: ignore[assignment]
     trainer.reward = reward  # type: ignore[method-assign]

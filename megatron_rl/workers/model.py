@@ -1,0 +1,108 @@
+"""A model on one rank with what it needs to train or to be read: actor, critic, reference and reward model alike.
+
+Imported on ranks alone: Megatron comes in with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from megatron_rl.config.run import RunConfig
+from megatron_rl.mcore.build import Model, Trainable, build_model, make_trainable
+from megatron_rl.mcore.convert import export_hf, lm_head_shapes, load_hf
+from megatron_rl.mcore.finite import refuse_bad_weights
+from megatron_rl.mcore.heads import columns_reader
+from megatron_rl.mcore.offload import Offload
+from megatron_rl.mcore.step import forward_columns, optimizer_step
+from megatron_rl.types import StepReport, TrainBatch
+from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource
+from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource, WeightSource
+from megatron_rl.workers.objectives import Objective
+from megatron_rl.workers.records import Read, RolePlan, SavedForm
+
+
+def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device) -> Model:
+    """The model of a plan on this rank, its weights read or drawn. Raises CheckpointError as mcore.convert.load_hf."""
+    model = build_model(
+        plan.shape, plan.parallel, cfg.model.dtype, device, lm_head=plan.lm_head, value_head=plan.value_head
+    )
+    source: WeightSource
+    if plan.random:
+        source = RandomSource(cfg.trainer.seed, plan.shape.initializer_range)
+    else:
+        source = SafetensorsSource(plan.weights)
+    if plan.value_head:
+        unused = lm_head_shapes(plan.shape) if plan.stored_head == "causal" and not plan.lm_head else {}
+        source = ValueHeadSource(source, plan.stored_head, unused)
+    load_hf(model, source)
+    return model
+
+
+def read_columns(model: Model, read: Read, micros: Sequence[TrainBatch]) -> list[dict[str, torch.Tensor]]:
+    """Per micro-batch the columns asked for, [T] float32 on the CPU; an empty list off the last pipeline stage."""
+    return forward_columns(model, micros, columns_reader(model, read.columns, read.temperature))
+
+
+def build_frozen(plan: RolePlan, cfg: RunConfig, device: torch.device) -> FrozenModel:
+    """The model of a plan without training; errors as load_model."""
+    return FrozenModel(load_model(plan, cfg, device))
+
+
+def build_trained(plan: RolePlan, cfg: RunConfig, device: torch.device) -> TrainedModel:
+    """The model of a plan with training, wrapped for it; errors as load_model."""
+    assert plan.training is not None, "a frozen model's plan"
+    trainable = make_trainable(load_model(plan, cfg, device), plan.training.optim, plan.optimizer_steps)
+    return TrainedModel(trainable, plan.offloaded)
+
+
+class FrozenModel:
+    """A model that is only read."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def forward(self, read: Read, micros: Sequence[TrainBatch]) -> list[dict[str, torch.Tensor]]:
+        """See read_columns. A collective over the ranks that share the model."""
+        return read_columns(self.model, read, micros)
+
+
+class TrainedModel:
+    """A model with its optimizer, its learning-rate schedule and its memory."""
+
+    def __init__(self, trainable: Trainable, offloaded: Collection[str] = ()) -> None:
+        """offloaded: what phases may move to the host: params, grads, optimizer."""
+        self.trainable = trainable
+        # Each update zeroes the gradients first, so their values need not be kept.
+        self.memory = Offload(trainable, offloaded, keep_grads=False)
+        self.changed = True
+        """Whether the weights differ from those published last; None were at first."""
+
+    @property
+    def model(self) -> Model:
+        """The model as its optimizer holds it."""
+        return self.trainable.model
+
+    def forward(self, read: Read, micros: Sequence[TrainBatch]) -> list[dict[str, torch.Tensor]]:
+        """See read_columns. A collective over all ranks."""
+        return read_columns(self.model, read, micros)
+
+    def step(self, objective: Objective, micros: Sequence[TrainBatch]) -> tuple[StepReport, list[torch.Tensor]]:
+        """One optimizer step (mcore.step.optimizer_step). A collective over all ranks."""
+        report, column = optimizer_step(self.trainable, micros, objective.on(self.model))
+        self.changed |= report.updated
+        return report, column
+
+    def export(
+        self, form: SavedForm = "language_model", dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors in Hugging Face names, without the head that the form does not have. A collective over all
+        ranks; see mcore.convert.export_hf.
+        """
+        dropped = frozenset(VALUE_HEAD if form == "language_model" else lm_head_shapes(self.model.shape))
+        return ((name, tensor) for name, tensor in export_hf(self.model, dtype) if name not in dropped)
+
+    def refuse_bad_weights(self, what: str, consequence: str, limit: float) -> None:
+        """See mcore.finite.refuse_bad_weights; the weights must be on the device."""
+        refuse_bad_weights(self.model, what=what, consequence=consequence, limit=limit)

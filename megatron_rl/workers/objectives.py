@@ -1,0 +1,109 @@
+"""Objectives of an optimizer step as picklable records. A new one is a class here and a line in OBJECTIVES.
+
+A record travels to the ranks, where `on(model)` makes it a function of hidden states (mcore/objectives.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megatron_rl.algos.losses.base import TokenMetrics
+from megatron_rl.algos.token_losses import KlTerm, TokenLoss, UpdateLoss, nll_loss
+from megatron_rl.algos.values import value_loss
+from megatron_rl.config.sections.actor import ActorConfig
+from megatron_rl.parallel.collectives import adder
+
+if TYPE_CHECKING:
+    # Megatron's modules are imported on a rank, after its shim and its environment are in place.
+    from megatron_rl.mcore import objectives as mcore
+    from megatron_rl.mcore.build import Model
+
+
+class Objective(Protocol):
+    """A frozen dataclass with everything that the objective needs beside the batch's columns."""
+
+    def on(self, model: Model) -> mcore.Objective:
+        """The objective for this model. Called on a rank whose process groups exist."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The actor's policy loss with its entropy bonus and KL, as `actor` configures it, at a sampling temperature."""
+
+    actor: ActorConfig
+    temperature: float
+
+    def on(self, model: Model) -> mcore.Objective:
+        """See Objective."""
+        from megatron_rl.mcore.objectives import token_objective
+
+        return token_objective(model, actor_loss(self.actor), self.temperature)
+
+
+@dataclass(frozen=True)
+class NllObjective:
+    """Negative log-likelihood of the trained tokens: supervised fine-tuning."""
+
+    def on(self, model: Model) -> mcore.Objective:
+        """See Objective."""
+        from megatron_rl.mcore.objectives import token_objective
+
+        return token_objective(model, nll_loss, 1.0)
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The critic's squared error of the returns. clip_range: how far from the old value the new one counts; 0
+    turns clipping off.
+    """
+
+    clip_range: float
+
+    def on(self, model: Model) -> mcore.Objective:
+        """See Objective."""
+        from megatron_rl.mcore.objectives import value_objective
+
+        def loss(values: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, TokenMetrics]:
+            old, returns = columns["old_values"], columns["returns"]
+            losses, metrics = value_loss(values, old, returns, clip_range=self.clip_range or None)
+            return losses, metrics | {"vf_loss": losses}
+
+        return value_objective(model, loss)
+
+
+@dataclass(frozen=True)
+class PolicyValueObjective:
+    """policy + vf_coef * value, both heads on one forward pass; hands back the log-probabilities."""
+
+    policy: PolicyObjective
+    value: ValueObjective
+    vf_coef: float
+
+    def on(self, model: Model) -> mcore.Objective:
+        """See Objective."""
+        from megatron_rl.mcore.objectives import weighted_sum
+
+        return weighted_sum(self.policy.on(model), self.value.on(model), self.vf_coef)
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "policy": PolicyObjective,
+    "nll": NllObjective,
+    "value": ValueObjective,
+    "policy+value": PolicyValueObjective,
+}
+"""name -> record"""
+
+
+def actor_loss(actor: ActorConfig) -> TokenLoss:
+    """The token loss of a policy update, as configured. Called on a rank whose groups exist."""
+    from megatron_rl.parallel.groups import cp_group
+
+    kl = KlTerm(actor.kl_loss_coef if actor.use_kl_loss else 0.0, actor.kl_loss_type, actor.kl_loss_importance)
+    # Context parallelism spreads the tokens of a sequence over ranks.
+    return UpdateLoss(actor.loss, actor.entropy_coeff, kl, add_up=adder(cp_group()))

@@ -1,0 +1,146 @@
+"""One rank that trains: its shards of the models of a run, by role."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import FlowError, MegatronRLError
+from megatron_rl.mcore import cpu
+from megatron_rl.observe.log import quiet_libraries, setup_logging
+from megatron_rl.parallel.topology import topology_of
+from megatron_rl.types import TrainBatch
+from megatron_rl.weights.heads import token_classifier_config
+from megatron_rl.workers.objectives import Objective
+from megatron_rl.workers.phases import PhaseName, RankMemory
+from megatron_rl.workers.records import Read, Role, RolePlan, SavedForm, TrainPlan, UpdateResult
+
+if TYPE_CHECKING:
+    from megatron_rl.workers.model import FrozenModel, TrainedModel
+
+
+class TrainWorker:
+    """Methods are called on all ranks at once (cluster/worker_group.py): each is a collective.
+
+    Every method enters the phase that it works in (workers/phases.py) and says no word about memory beyond that.
+    """
+
+    def __init__(
+        self, rank: int, world: int, cfg: RunConfig, plan: TrainPlan, memory: RankMemory | None = None
+    ) -> None:
+        """Join the process groups and build the models. memory: what this process shares with other workers."""
+        setup_logging("policy", rank)
+        quiet_libraries()
+        self._rank, self._cfg, self._plan = rank, cfg, plan
+        self._memory = memory or RankMemory()
+        if plan.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        cpu.install()
+        # Megatron's modules are imported after the shim and after the environment is set.
+        from megatron_rl.parallel import groups
+        from megatron_rl.workers.model import build_frozen, build_trained
+
+        layout = plan.roles["actor"].parallel
+        groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s)
+        groups.init_model_parallel(topology_of(layout, world), layout.vpp)
+        device = torch.device("cpu")
+        if plan.device == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.trained: dict[str, TrainedModel] = {}
+        self.frozen: dict[str, FrozenModel] = {}
+        for role, of_role in plan.roles.items():
+            if of_role.training is None:
+                self.frozen[role] = build_frozen(of_role, cfg, device)
+                continue
+            self.trained[role] = build_trained(of_role, cfg, device)
+            self._memory.add_model(role, self.trained[role].memory)
+            # The next model, or an engine, is built in the memory that this one gives up.
+            self._memory.enter("between")
+
+    def enter(self, phase: PhaseName, role: Role | None = None) -> None:
+        """Bring the memory of this process where the phase has it."""
+        self._memory.enter(phase, role)
+
+    def forward(self, micros: Sequence[TrainBatch], role: Role, read: Read) -> list[dict[str, torch.Tensor]]:
+        """What `read` asks of a role's model, per micro-batch: {column: [T] float32}, 0 where loss_mask is False."""
+        model = self.trained.get(role) or self.frozen.get(role)
+        if model is None:
+            raise self._no_role(role)
+        self.enter("forward", role)
+        columns = model.forward(read, micros)
+        self.enter("between")
+        return columns
+
+    def step(self, micros: Sequence[TrainBatch], role: Role, objective: Objective) -> UpdateResult:
+        """One optimizer step of a role's model over the micro-batches of all ranks."""
+        model = self._trained(role)
+        self.enter("update", role)
+        report, column = model.step(objective, micros)
+        self.enter("between")
+        return UpdateResult(report, tuple(column), model.memory.take())
+
+    def save(self, role: Role, path: str, form: SavedForm = "language_model") -> str:
+        """A role's model as a Hugging Face folder at `path`, written by rank 0 from tensors of all ranks.
+
+        Weights that are not finite are not saved: NonFiniteError on all ranks, and an earlier save stays as it is.
+        """
+        model = self._trained(role)
+        self.enter("save", role)
+        model.refuse_bad_weights(
+            f"the {role}'s weights", f"{path} is not written; an earlier save there is intact", math.inf
+        )
+        self._write(Path(path), model.export(form), self._plan.roles[role], form)
+        self.enter("between")
+        return path
+
+    def _write(self, path: Path, tensors: Iterator[tuple[str, torch.Tensor]], plan: RolePlan, form: SavedForm) -> None:
+        """Rank 0 writes a folder from an export that all ranks take part in."""
+        from megatron_rl.mcore.build import DTYPES
+        from megatron_rl.weights.safetensors import write_model
+        from megatron_rl.workers.saved import check_saved, run_renderer
+
+        failure: MegatronRLError | None = None
+        if self._rank == 0:
+            model = self._cfg.model
+            try:
+                renderer = run_renderer(self._cfg, plan.weights)
+                write_model(
+                    path,
+                    tensors,
+                    companions_from=plan.weights,
+                    tokenizer_from=model.tokenizer_path or model.path,
+                    dtype=DTYPES[model.dtype],
+                    config_changes=token_classifier_config(plan.shape) if form == "value_model" else None,
+                    eos_token=model.eos_token,
+                    chat_template=renderer.saved_template(),
+                    verify=lambda folder: check_saved(folder, renderer, self._cfg),
+                )
+            except MegatronRLError as error:
+                failure = error
+        # The export is a collective: every rank walks through all of it, also when rank 0's disk is full.
+        for _ in tensors:
+            pass
+        if failure is not None:
+            raise failure
+
+    def _trained(self, role: Role) -> TrainedModel:
+        if role not in self.trained:
+            raise self._no_role(role)
+        return self.trained[role]
+
+    def _no_role(self, role: Role) -> FlowError:
+        roles = {**dict.fromkeys(self.trained, "trained"), **dict.fromkeys(self.frozen, "frozen")}
+        shown = ", ".join(f"{name} ({kind})" for name, kind in roles.items())
+        return FlowError(f"no model of this run is a {role} that can do this; it has: {shown}")
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        from megatron_rl.parallel import groups
+
+        groups.destroy()
