@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_rl.config.checks.reward_forms import foreign_form
+from megatron_rl.config.rewards import REWARDS
 from megatron_rl.errors import MissingDependency, RewardError
-from megatron_rl.rewards import REWARDS
 from megatron_rl.rewards.base import BatchRewardFn, RewardFn, RewardSample
 from megatron_rl.rewards.files import import_file
 

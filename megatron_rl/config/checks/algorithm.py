@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from megatron_rl.config.names import GROUP_ESTIMATORS
+from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
 
 _CLIPPED = ("ppo_clip", "gspo", "cispo")
 _DISCOUNTED = ("gae", "reinforce_plus_plus", "remax")
@@ -19,8 +16,8 @@ def group_size(cfg: RunConfig) -> list[Fault]:
     """What compares the samples of a prompt has at least two."""
     if not cfg.needs.rollouts or cfg.rollout.n >= 2:
         return []
-    algorithm = cfg.algorithm
-    wanting = [f"adv_estimator {algorithm.adv_estimator}"] if algorithm.adv_estimator in GROUP_ESTIMATORS else []
+    algorithm, name = cfg.algorithm, cfg.algorithm.adv_estimator
+    wanting = [f"adv_estimator {name}"] if ESTIMATORS[name].compares_samples else []
     wanting += ["filter_groups.enable"] if algorithm.filter_groups.enable else []
     wanting += ["drop_flat_groups"] if algorithm.drop_flat_groups else []
     if not wanting:

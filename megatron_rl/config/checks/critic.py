@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_rl.config.checks.model import weight_files
+from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.config.checks.model import Models, weight_files
 from megatron_rl.config.checks.words import divisors, listed
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-from megatron_rl.models.shape import inspect_critic, inspect_model
-
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
+from megatron_rl.models.shape import inspect_critic
 
 
 def critic_belongs(cfg: RunConfig) -> list[Fault]:
     """algorithm.name ppo, adv_estimator gae and critic.enable come together."""
     name, estimator, enabled = cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.critic.enable
+    needs_values = ESTIMATORS[estimator].needs_values
     if cfg.needs.critic:
         faults: list[Fault] = []
-        if estimator != "gae":
+        if not needs_values:
             cure = "set algorithm.adv_estimator=gae, or algorithm.name=grpo, which runs the estimators without a critic"
             faults.append(
                 Fault("algorithm.adv_estimator", estimator, "PPO's advantages come from a critic (GAE)", cure)
             )
         if not enabled:
-            reason = "adv_estimator gae needs values, and no critic is trained"
+            reason = f"algorithm.name {name} needs values, and no critic is trained"
             cure = "set critic.enable=true (a flow may put anything in its place: trainer.flow.replace)"
             faults.append(Fault("critic.enable", False, reason, cure))
         return faults
     cure = "set algorithm.name=ppo, algorithm.adv_estimator=gae and critic.enable=true, or none of the three"
     faults = []
-    if estimator == "gae" and cfg.needs.rollouts:
+    if needs_values and cfg.needs.rollouts:
         faults.append(
-            Fault("algorithm.adv_estimator", "gae", f"needs a critic, and algorithm.name {name} has none", cure)
+            Fault("algorithm.adv_estimator", estimator, f"needs a critic, and algorithm.name {name} has none", cure)
         )
     if enabled:
         faults.append(Fault("critic.enable", True, f"algorithm.name {name} has no use for a critic", cure))
@@ -118,7 +117,7 @@ def critic_warmup(cfg: RunConfig) -> list[Fault]:
     return [Fault("trainer.critic_warmup", warmup, reason, f"use less than {steps}")]
 
 
-def critic_files(cfg: RunConfig) -> list[Fault]:
+def critic_files(cfg: RunConfig, models: Models) -> list[Fault]:
     """critic.path holds a supported model, whole, that knows the actor's vocabulary and fits its layout."""
     path, actor = cfg.critic.path, cfg.actor
     if not cfg.critic.enable or path is None:
@@ -126,7 +125,7 @@ def critic_files(cfg: RunConfig) -> list[Fault]:
     shape, _, faults = inspect_critic(path)
     if shape is None:
         return faults
-    actors, _ = inspect_model(cfg.model.path)
+    actors = models.actor(cfg)
     if actors is not None and shape.vocab_size < actors.vocab_size:
         reason = f"its vocabulary of {shape.vocab_size} is smaller than the actor's of {actors.vocab_size}"
         faults.append(Fault("critic.path", path, reason, "use a model with the actor's tokenizer"))

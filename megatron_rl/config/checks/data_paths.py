@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
 
 KINDS = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
@@ -135,3 +136,23 @@ def dataset_shards(folder: Path) -> tuple[list[Path], str, str]:
     if missing:
         return [], f"{len(missing)} of its {len(shards)} files are missing: {', '.join(missing)}", "copy it again"
     return shards, "", ""
+
+
+def train_files(cfg: RunConfig) -> list[Fault]:
+    """The training files are there, of known kinds, and named once."""
+    if not cfg.data.train_files:
+        return [Fault("data.train_files", [], "is empty", GIVE)]
+    return data_files("data.train_files", cfg.data.train_files)[1]
+
+
+def val_files(cfg: RunConfig) -> list[Fault]:
+    """The validation files are there, of known kinds, and named once."""
+    return data_files("data.val_files", cfg.data.val_files)[1]
+
+
+def eval_files(cfg: RunConfig) -> list[Fault]:
+    """There is something to score the model on."""
+    if cfg.data.val_files:
+        return []
+    reason = "eval scores the model on these files, and there are none"
+    return [Fault("data.val_files", [], reason, "give at least one file")]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from megatron_rl.config.checks.model import shape_of
+from megatron_rl.config.checks.model import Models
 from megatron_rl.config.checks.words import divisors, listed, longest_sequence, ranks
+from megatron_rl.config.run import RunConfig
 from megatron_rl.engines import ENGINES, Engine
 from megatron_rl.errors import Fault
 from megatron_rl.models.engine import VOCAB_PADDING
-
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
 
 
 def _engines(can: Callable[[Engine], bool]) -> str:
@@ -33,12 +30,6 @@ def engine_layout(cfg: RunConfig) -> list[Fault]:
         return []
     reason = f"does not divide the {ranks(cfg)}: engines and actor share all ranks"
     return [Fault("rollout.tp", tp, reason, f"use {listed(divisors(cfg.world_size))}")]
-
-
-def stop_texts(cfg: RunConfig) -> list[Fault]:
-    """An empty text would end every response at once, or be an error of the engine's."""
-    reason = "holds an empty text, which stands in every response"
-    return [Fault("rollout.stop", cfg.rollout.stop, reason, "take it out")] if "" in cfg.rollout.stop else []
 
 
 def engine_length(cfg: RunConfig) -> list[Fault]:
@@ -66,9 +57,9 @@ def engine_keywords(cfg: RunConfig) -> list[Fault]:
     return faults
 
 
-def engine_parallel(cfg: RunConfig) -> list[Fault]:
+def engine_parallel(cfg: RunConfig, models: Models) -> list[Fault]:
     """An engine that fuses and pads parameters can split the model over its ranks."""
-    shape = shape_of(cfg)
+    shape = models.actor(cfg)
     tp = cfg.rollout.tp
     if shape is None or not cfg.needs.rollouts or cfg.engine.parameters != "fused" or cfg.world_size % tp:
         return []
@@ -83,9 +74,9 @@ def engine_parallel(cfg: RunConfig) -> list[Fault]:
     return [Fault("rollout.tp", tp, reason, f"use {listed(fitting)}")]
 
 
-def head_dim(cfg: RunConfig) -> list[Fault]:
+def head_dim(cfg: RunConfig, models: Models) -> list[Fault]:
     """The engine has attention kernels for the model's heads, and reads their size."""
-    shape, engine = shape_of(cfg), cfg.engine
+    shape, engine = models.actor(cfg), cfg.engine
     if shape is None or not cfg.needs.rollouts:
         return []
     other = _engines(lambda other: other.runs_model and other.head_dims is None)
@@ -103,9 +94,9 @@ def head_dim(cfg: RunConfig) -> list[Fault]:
     return [Fault("model.path", cfg.model.path, reason, cure)]
 
 
-def engine_positions(cfg: RunConfig) -> list[Fault]:
+def engine_positions(cfg: RunConfig, models: Models) -> list[Fault]:
     """The engine is not asked for more positions than the model knows."""
-    shape, longest = shape_of(cfg), cfg.rollout.max_model_len
+    shape, longest = models.actor(cfg), cfg.rollout.max_model_len
     if shape is None or longest is None or not cfg.needs.rollouts or longest <= shape.max_position_embeddings:
         return []
     reason = f"the model knows {shape.max_position_embeddings} positions (max_position_embeddings)"

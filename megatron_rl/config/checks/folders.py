@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
 
 ROOT_KEY, NAME_KEY = "trainer.default_local_dir", "trainer.experiment_name"
 LONGEST_NUMBER = len("-9999")

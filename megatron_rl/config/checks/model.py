@@ -1,50 +1,39 @@
-"""Checks of what a config names on disk: data files (by data_paths.py), the model's folder and its shape."""
+"""Checks of the folders of models: shape, weights, tokenizer, and whether the reference is the actor's twin."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from megatron_rl.config.checks.data_paths import GIVE, data_files
 from megatron_rl.config.checks.vocabulary import vocabulary_faults
-from megatron_rl.config.checks.words import divisors, listed
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
 from megatron_rl.models.shape import ModelShape, inspect_model
 
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
+
+class Models:
+    """The models that a run names: each config.json is read once, whichever checks ask for it."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[str, str], tuple[ModelShape | None, list[Fault]]] = {}
+
+    def inspect(self, path: str, key: str) -> tuple[ModelShape | None, list[Fault]]:
+        """As models.shape.inspect_model."""
+        if (path, key) not in self._read:
+            self._read[path, key] = inspect_model(path, key)
+        shape, faults = self._read[path, key]
+        return shape, [*faults]
+
+    def actor(self, cfg: RunConfig) -> ModelShape | None:
+        """The shape of model.path; None if it cannot be read, which the check `model` reports."""
+        return self.inspect(cfg.model.path, "model.path")[0]
 
 
-def train_files(cfg: RunConfig) -> list[Fault]:
-    """The training files are there, of known kinds, and named once."""
-    if not cfg.data.train_files:
-        return [Fault("data.train_files", [], "is empty", GIVE)]
-    return data_files("data.train_files", cfg.data.train_files)[1]
-
-
-def val_files(cfg: RunConfig) -> list[Fault]:
-    """The validation files are there, of known kinds, and named once."""
-    return data_files("data.val_files", cfg.data.val_files)[1]
-
-
-def eval_files(cfg: RunConfig) -> list[Fault]:
-    """There is something to score the model on."""
-    if cfg.data.val_files:
-        return []
-    reason = "eval scores the model on these files, and there are none"
-    return [Fault("data.val_files", [], reason, "give at least one file")]
-
-
-def shape_of(cfg: RunConfig) -> ModelShape | None:
-    """The model's shape; None when it cannot be read, which files.model reports."""
-    return inspect_model(cfg.model.path)[0]
-
-
-def model(cfg: RunConfig) -> list[Fault]:
+def model(cfg: RunConfig, models: Models) -> list[Fault]:
     """The model's folder describes a model that is supported."""
-    return inspect_model(cfg.model.path)[1]
+    return models.inspect(cfg.model.path, "model.path")[1]
 
 
 def weights(cfg: RunConfig) -> list[Fault]:
@@ -97,24 +86,34 @@ def tokenizer(cfg: RunConfig) -> list[Fault]:
     return [Fault(key, folder, "the folder has no tokenizer.json", cure)]
 
 
-def vocabulary(cfg: RunConfig) -> list[Fault]:
+def vocabulary(cfg: RunConfig, models: Models) -> list[Fault]:
     """The tokenizer's tokens are tokens of the model."""
-    shape, own = shape_of(cfg), cfg.model.tokenizer_path
+    shape, own = models.actor(cfg), cfg.model.tokenizer_path
     if shape is None:
         return []
     key = "model.path" if own is None else "model.tokenizer_path"
     return vocabulary_faults(key, own or cfg.model.path, cfg.model.path, shape.vocab_size)
 
 
-def reference(cfg: RunConfig) -> list[Fault]:
+def unused_reference(cfg: RunConfig) -> list[Fault]:
+    """A reference model that is named is used."""
+    if cfg.ref.path is None or cfg.needs_reference:
+        return []
+    reason = "nothing in this run reads the reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off"
+    if not cfg.needs.rollouts:
+        reason = f"algorithm.name {cfg.algorithm.name} has no reference model"
+    return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or turn one of the two on in a GRPO run")]
+
+
+def reference(cfg: RunConfig, models: Models) -> list[Fault]:
     """The reference model has the actor's shape and all its weights."""
     path = cfg.ref.path
     if path is None or not cfg.needs_reference:
         return []
-    shape, faults = inspect_model(path, "ref.path")
+    shape, faults = models.inspect(path, "ref.path")
     if shape is None:
         return faults
-    actor = shape_of(cfg)
+    actor = models.actor(cfg)
     if actor is not None:
         # The worker builds the reference from the actor's config.json: any difference would be lost.
         ours, theirs = dataclasses.asdict(actor), dataclasses.asdict(shape)
@@ -124,74 +123,3 @@ def reference(cfg: RunConfig) -> list[Fault]:
             reason = f"the reference must have the actor's shape, and has {', '.join(odd)}"
             faults.append(Fault("ref.path", path, reason, "use a reference of the same model as model.path"))
     return [*faults, *weight_files(path, "ref.path", "")]
-
-
-def tensor_parallel(cfg: RunConfig) -> list[Fault]:
-    """Tensor-parallel ranks get equal parts of the model."""
-    shape = shape_of(cfg)
-    tp = cfg.actor.tp
-    if shape is None:
-        return []
-    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
-    if not shape.num_experts:
-        sizes["intermediate_size"] = shape.ffn_size
-    odd = [f"{name} {size}" for name, size in sizes.items() if size % tp]
-    if not odd:
-        return []
-    reason = f"does not divide {' and '.join(odd)} of {cfg.model.path}"
-    return [Fault("actor.tp", tp, reason, f"use {listed(shape.tp_choices())}")]
-
-
-def experts(cfg: RunConfig) -> list[Fault]:
-    """Expert-parallel ranks get equal parts of the experts, and tensor-parallel ranks different tokens for them."""
-    shape, actor = shape_of(cfg), cfg.actor
-    if shape is None:
-        return []
-    if not shape.num_experts:
-        given = {"actor.ep": None if actor.ep == 1 else actor.ep, "actor.etp": actor.etp}
-        reason = f"splits experts, and {shape.architecture} has none"
-        return [Fault(key, value, reason, "leave it out") for key, value in given.items() if value is not None]
-    faults: list[Fault] = []
-    if shape.num_experts % actor.ep:
-        reason = f"does not divide the {shape.num_experts} experts of {cfg.model.path}"
-        faults.append(Fault("actor.ep", actor.ep, reason, f"use {listed(divisors(shape.num_experts))}"))
-    if shape.ffn_size % actor.expert_tp:
-        key = "actor.tp" if actor.etp is None else "actor.etp"
-        reason = f"does not divide the experts' inner size {shape.ffn_size} of {cfg.model.path}"
-        faults.append(Fault(key, actor.expert_tp, reason, f"use a divisor of {shape.ffn_size}"))
-    if actor.tp > 1 and not actor.sequence_parallel:
-        reason = (
-            f"must be on for a model with experts at actor.tp {actor.tp}: Megatron-Core trains them in no other way"
-        )
-        faults.append(Fault("actor.sequence_parallel", False, reason, "set it to true, or actor.tp=1"))
-    return faults
-
-
-def pipeline_stages(cfg: RunConfig) -> list[Fault]:
-    """The layers can be placed on the stages and their chunks."""
-    shape, actor = shape_of(cfg), cfg.actor
-    if shape is None:
-        return []
-    try:
-        actor.stages(shape.num_layers)
-    except ValueError as error:
-        cure = (
-            f"use a divisor of {shape.num_layers} layers, or give the first or last stage its own number "
-            "(actor.num_layers_in_first_pipeline_stage, actor.num_layers_in_last_pipeline_stage)"
-        )
-        return [Fault("actor.pp", actor.pp, str(error), cure)]
-    return []
-
-
-def positions(cfg: RunConfig) -> list[Fault]:
-    """The longest sequence lies within the positions that the model knows."""
-    shape, longest = shape_of(cfg), cfg.max_sequence_length
-    if shape is None or longest <= shape.max_position_embeddings:
-        return []
-    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
-    reason = (
-        f"with data.max_prompt_length {prompt} a sequence may have {longest} tokens, and the model knows "
-        f"{shape.max_position_embeddings} positions (max_position_embeddings)"
-    )
-    cure = f"make the two sum to at most {shape.max_position_embeddings}"
-    return [Fault("data.max_response_length", response, reason, cure)]

@@ -6,12 +6,13 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from megatron_rl.config.checks.model import Models
 from megatron_rl.config.checks.reward_files import reward_file
 from megatron_rl.config.checks.reward_terms import (
     LARGEST_SCORE,
@@ -24,14 +25,11 @@ from megatron_rl.config.checks.reward_terms import (
     rewards_in,
 )
 from megatron_rl.config.checks.words import unknown_name
-from megatron_rl.config.names import REWARD_NAMES
+from megatron_rl.config.rewards import REWARDS
+from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.reward import JudgeConfig, RewardConfig, RewardModelConfig
 from megatron_rl.engines import ENGINES, OPTIONAL_SETTINGS
 from megatron_rl.errors import Fault
-from megatron_rl.models.shape import inspect_model
-
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
 
 WORKER_NAMES = ("model", "judge")
 """Rewards that models give, in workers of their own."""
@@ -97,7 +95,7 @@ def _parts(cfg: RewardConfig) -> tuple[dict[str, Reward], list[Fault]]:
     for name, entry in cfg.parts.items():
         key = f"reward.parts.{name}"
         cure = "write {function: a reward, kwargs: {keyword: value}}"
-        if not name.isidentifier() or name in (*REWARD_NAMES, *WORKER_NAMES):
+        if not name.isidentifier() or name in (*REWARDS, *WORKER_NAMES):
             faults.append(Fault(key, name, "is no free name", "use letters, digits and _, and no name of a reward"))
         elif not isinstance(entry, dict):
             faults.append(Fault(key, entry, "is not a mapping", cure))
@@ -134,11 +132,11 @@ def reward_functions(cfg: RunConfig) -> list[Fault]:
         return faults
     for reward in plan.rewards():
         spec = reward.spec
-        if spec in (*REWARD_NAMES, *WORKER_NAMES):
+        if spec in (*REWARDS, *WORKER_NAMES):
             continue
         place, colon, name = spec.rpartition(":")
         if not colon:
-            fault = unknown_name("reward.function", spec, (*REWARD_NAMES, *WORKER_NAMES, *cfg.reward.parts))
+            fault = unknown_name("reward.function", spec, (*REWARDS, *WORKER_NAMES, *cfg.reward.parts))
             forms = "; or package.module:function, or path/to/file.py:function"
             faults.append(Fault(fault.key, fault.value, fault.reason, fault.cure + forms))
         elif not place or not name.isidentifier():
@@ -149,35 +147,40 @@ def reward_functions(cfg: RunConfig) -> list[Fault]:
     return faults
 
 
-def reward_numbers(cfg: RunConfig) -> list[Fault]:
-    """Scores that the section itself holds are finite, and small enough to be trained on."""
+def failed_score(cfg: RunConfig) -> list[Fault]:
+    """The score of a failed sample is small enough to be trained on."""
+    score = cfg.reward.failed_score if cfg.needs.rewards else 0.0
+    return _number_faults({"reward.failed_score": score})
+
+
+def judge_range(cfg: RunConfig) -> list[Fault]:
+    """The judge's numbers are small enough to be trained on."""
     if not cfg.needs.rewards:
         return []
+    judge = cfg.reward.judge
+    return _number_faults({"reward.judge.lowest": judge.lowest, "reward.judge.highest": judge.highest})
+
+
+def _number_faults(numbers: Mapping[str, float]) -> list[Fault]:
+    faults = {key: _number_fault(number) for key, number in numbers.items()}
+    cure = "write a number such as 0 or -1"
+    return [Fault(key, numbers[key], fault, cure) for key, fault in faults.items() if fault is not None]
+
+
+def reward_numbers(cfg: RunConfig) -> list[Fault]:
+    """Numbers in a composition of rewards are finite, and small enough to be trained on."""
     reward = cfg.reward
-    numbers = {
-        "reward.failed_score": reward.failed_score,
-        "reward.judge.lowest": reward.judge.lowest,
-        "reward.judge.highest": reward.judge.highest,
-    }
-    faults = [
-        Fault(key, number, fault, "write a number such as 0 or -1")
-        for key, number in numbers.items()
+    plan = plan_rewards(reward)[0] if cfg.needs.rewards else None
+    if plan is None:
+        return []
+    terms = {"reward.function": (reward.function, plan.default)}
+    terms |= {f"reward.by_source.{name}": (reward.by_source[name], term) for name, term in plan.by_source.items()}
+    return [
+        Fault(key, text, f"its number {number:g} {fault}", "write a smaller number")
+        for key, (text, term) in terms.items()
+        for number in numbers_in(term)
         if (fault := _number_fault(number)) is not None
     ]
-    plan, _ = plan_rewards(reward)
-    terms = (
-        {}
-        if plan is None
-        else {"reward.function": plan.default}
-        | {f"reward.by_source.{name}": term for name, term in plan.by_source.items()}
-    )
-    for key, term in terms.items():
-        text = reward.function if key == "reward.function" else reward.by_source[key.split(".", 2)[2]]
-        for number in numbers_in(term):
-            fault = _number_fault(number)
-            if fault is not None:
-                faults.append(Fault(key, text, f"its number {number:g} {fault}", "write a smaller number"))
-    return faults
 
 
 def _number_fault(number: float) -> str | None:
@@ -186,14 +189,16 @@ def _number_fault(number: float) -> str | None:
     return f"is larger than {LARGEST_SCORE:g} in magnitude" if abs(number) > LARGEST_SCORE else None
 
 
-def reward_workers(cfg: RunConfig) -> list[Fault]:
-    """The models that rewards name have what they need; those that none names are not set."""
-    if not cfg.needs.rewards:
-        return []
-    plan, _ = plan_rewards(cfg.reward)
-    if plan is None:
-        return []
-    return [*_model_faults(cfg.reward.model, plan.uses("model")), *_judge_faults(cfg.reward.judge, plan.uses("judge"))]
+def reward_model(cfg: RunConfig) -> list[Fault]:
+    """The reward model has what it needs if a reward names it, and is not set if none does."""
+    plan = plan_rewards(cfg.reward)[0] if cfg.needs.rewards else None
+    return [] if plan is None else _model_faults(cfg.reward.model, plan.uses("model"))
+
+
+def judge(cfg: RunConfig, models: Models) -> list[Fault]:
+    """The judge has what it needs if a reward names it, and is not set if none does."""
+    plan = plan_rewards(cfg.reward)[0] if cfg.needs.rewards else None
+    return [] if plan is None else _judge_faults(cfg.reward.judge, plan.uses("judge"), models)
 
 
 def unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
@@ -262,12 +267,12 @@ def _model_faults(model: RewardModelConfig, used: bool) -> list[Fault]:
     return faults
 
 
-def _judge_faults(judge: JudgeConfig, used: bool) -> list[Fault]:
+def _judge_faults(judge: JudgeConfig, used: bool, models: Models) -> list[Fault]:
     faults = list(_folder_faults("reward.judge", judge.path, used))
     if not used:
         return faults
     if not faults:
-        faults += inspect_model(str(judge.path), "reward.judge.path")[1]
+        faults += models.inspect(str(judge.path), "reward.judge.path")[1]
     try:
         groups = re.compile(judge.score_pattern).groups
         if groups != 1:

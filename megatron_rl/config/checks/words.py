@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
 
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-
-if TYPE_CHECKING:
-    from megatron_rl.config.run import RunConfig
 
 
 def divisors(number: int) -> list[int]:

@@ -10,7 +10,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from megatron_rl.algos.estimators import ESTIMATORS
 from megatron_rl.algos.estimators.base import Estimator
 from megatron_rl.config.algorithms import AlgorithmName
-from megatron_rl.config.names import ADV_ESTIMATORS, VALUE_ESTIMATORS
 from megatron_rl.config.sections.actor import KlType
 from megatron_rl.config.sections.base import OneOf, section
 from megatron_rl.settings import Share
@@ -88,7 +87,7 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     name: AlgorithmName = "grpo"
     """The trainer that runs: one file of megatron_rl.trainers each."""
-    adv_estimator: Annotated[str, OneOf((*ADV_ESTIMATORS, *VALUE_ESTIMATORS))] = "grpo"
+    adv_estimator: Annotated[str, OneOf(tuple(ESTIMATORS))] = "grpo"
     """Advantage estimator: a name of megatron_rl.algos.estimators.ESTIMATORS."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation (GRPO); false is Dr.GRPO's form."""

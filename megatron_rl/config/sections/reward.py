@@ -92,7 +92,7 @@ class JudgeConfig(RewardWorkerConfig):
 @section
 class RewardConfig:
     function: UserPath = "default"
-    """A name of megatron_rl.rewards.REWARDS or of reward.parts, `model`, `judge`, `package.module:function`,
+    """A name of megatron_rl.config.rewards.REWARDS or of reward.parts, `model`, `judge`, `package.module:function`,
     `path/to/file.py:function`; or a composition: `a | b` is the first that answers, `a + 0.5 * b` the weighted sum.
     default: verl's rule for the data_source that a row names; for rows that name none, exact_match."""
     kwargs: dict[str, Any] = Field(default_factory=dict)

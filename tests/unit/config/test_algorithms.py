@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.algos.estimators import ESTIMATORS
 from megatron_rl.config.checks.unused import idle_settings
-from megatron_rl.config.names import ADV_ESTIMATORS, GROUP_ESTIMATORS, LOSS_MODES
+from megatron_rl.config.names import LOSS_MODES
 from tests.helpers.config import faults, load, only_fault
 
 CORRECTION = "algorithm.rollout_correction."
 
 
-@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name, estimator in ESTIMATORS.items() if not estimator.needs_values])
 def test_estimators_that_compare_need_two_samples(tmp_path: Path, name: str) -> None:
     one = (f"algorithm.adv_estimator={name}", "rollout.n=1")
-    if name in GROUP_ESTIMATORS:
+    if ESTIMATORS[name].compares_samples:
         fault = only_fault(tmp_path, *one)
         assert fault.key == "rollout.n" and f"adv_estimator {name} compares" in fault.reason
     else:

@@ -1,0 +1,46 @@
+"""Checks of what happens when: the steps of the run, validation and the learning rate."""
+
+from __future__ import annotations
+
+from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import Fault
+
+
+def target_loss(cfg: RunConfig) -> list[Fault]:
+    """Only some algorithms stop at a loss."""
+    target = cfg.trainer.target_loss
+    if target is None or cfg.needs.stops_at_loss:
+        return []
+    reason = f"only algorithm.name sft stops at a loss, and this run is {cfg.algorithm.name}"
+    return [Fault("trainer.target_loss", target, reason, "leave it out, or set algorithm.name=sft")]
+
+
+def validation(cfg: RunConfig) -> list[Fault]:
+    """Validation that was asked for has data."""
+    if cfg.trainer.test_freq <= 0 or cfg.data.val_files:
+        return []
+    reason = "asks for validation, and data.val_files is empty"
+    return [Fault("trainer.test_freq", cfg.trainer.test_freq, reason, "give data.val_files, or set test_freq=0")]
+
+
+def decay_after_warmup(cfg: RunConfig) -> list[Fault]:
+    """The decay of the learning rate ends after its warm-up."""
+    optim = cfg.actor.optim
+    if optim.lr_decay_steps is None or optim.lr_decay_steps > optim.lr_warmup_steps:
+        return []
+    reason = f"the decay would end before the warm-up of {optim.lr_warmup_steps} steps does"
+    cure = f"use more than {optim.lr_warmup_steps}, or leave it out (the whole run)"
+    return [Fault("actor.optim.lr_decay_steps", optim.lr_decay_steps, reason, cure)]
+
+
+def warmup_ends(cfg: RunConfig) -> list[Fault]:
+    """The learning rate reaches its peak within the run, where the run's length is given."""
+    steps, warmup = cfg.trainer.total_training_steps, cfg.actor.optim.lr_warmup_steps
+    if steps is None or cfg.data.train_batch_size % cfg.mini_batch_size:
+        return []
+    epochs = cfg.actor.ppo_epochs if cfg.needs.rollouts else 1
+    updates = steps * (cfg.data.train_batch_size // cfg.mini_batch_size) * epochs
+    if warmup <= updates:
+        return []
+    reason = f"the run has {updates} optimizer steps (trainer.total_training_steps {steps}): lr is never reached"
+    return [Fault("actor.optim.lr_warmup_steps", warmup, reason, f"use at most {updates}, or a longer run")]
