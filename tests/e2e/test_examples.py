@@ -25,7 +25,7 @@ from tests.helpers.stack import needs_cpu_engine
 
 REPO = Path(__file__).resolve().parents[2]
 # In the order in which their commands build on each other.
-EXAMPLES = ("quickstart", "reasoning_gym", "gsm8k", "customer_service")
+EXAMPLES = ("quickstart", "teach", "reasoning_gym", "gsm8k", "customer_service")
 # The README's words in capital letters.
 PLACES = {
     "MODEL": "models/chat",
@@ -34,6 +34,7 @@ PLACES = {
     "RAW_TRAIN.parquet": "raw/train.parquet",
     "RAW_TEST.parquet": "raw/test.parquet",
 }
+ROWS = ["--num-train", "600", "--num-val", "8"]
 SHORT = ["trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
 NO_WARMUP = ["critic.optim.lr_warmup_steps=0"]
 # Of a run of a chat model, which a GPU makes: its device, precision, batches and responses.
@@ -80,8 +81,8 @@ print("codes", json.dumps(codes), flush=True)
 def shortened(words: list[str]) -> list[str]:
     """A command of a README, short."""
     if words[0] == "python":
-        fewer = ["--num-train", "600", "--num-val", "8"]
-        return words + (fewer if "quickstart" not in words[1] and "gsm8k" not in words[1] else [])
+        fewer = {"reasoning_gym": ROWS, "customer_service": ROWS, "teach": ["--steps", "2"]}
+        return words + fewer.get(Path(words[1]).parent.name, [])
     chat = f"model.path={PLACES['MODEL']}" in words
     more = SMALL if chat else SHORTER.get(Path(words[2]).stem, [])
     if words[1] != "train":
