@@ -38,7 +38,7 @@ VERBS: dict[str, str] = {
     "eval": "score the model on data.val_files",
     "export": "write the model's weights in Hugging Face form",
     "keys": "list the keys of a run with type, choices, default and meaning: all, a section's, or those with a word",
-    "plan": "reckon the bytes, seconds and memory of a weight sync between two layouts; needs no GPU",
+    "plan": "estimate the bytes, seconds and memory of a weight sync between two layouts; needs no GPU",
     "report": "comes in a later version",
 }
 REFUSED = 2

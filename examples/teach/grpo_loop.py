@@ -72,9 +72,7 @@ def score(question: Question, response: str) -> float:
 
 
 def logprobs_of(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[T] log p(token | tokens before it), 0 at first tokens. Padding is on the right, where causal attention
-    never looks.
-    """
+    """[T] log p(token | tokens before it), 0 at first tokens. Right padding: causal attention never sees it."""
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
     log_p = torch.log_softmax(model(ids).logits[:, :-1].float() / TEMPERATURE, dim=-1)
     chosen = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Engine and trainer disagree: by how much (contract N8), and what is done about it.
+"""Train-inference mismatch: its metrics (contract N8), and importance-sampling correction.
 
 The engine samples with one program and perhaps older weights, the trainer computes with another. rho = p_trainer /
 p_engine of a sampled token is what importance sampling weighs it by. Letters: S sequences, T tokens end to end.

@@ -32,7 +32,7 @@ class Backend(Protocol):
         """Call the method on each rank whose entry is no None and wait for all of them.
 
         keep: whether the rank's value is wanted; a value that is not wanted comes back as None.
-        A worker's error is raised as itself with its rank in a note. ClusterError where a rank is dead or
+        A worker's error is raised as itself with its rank in a note. ClusterError if a rank is dead or
         does not answer within timeout_s seconds.
         """
         ...

@@ -1,4 +1,4 @@
-"""What must be true of this machine before Ray starts: packages, GPUs, disk, port. Every fault is found at once."""
+"""Checks of this machine before Ray starts: packages, GPUs, disk, port. All faults are reported at once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def installed(package: str) -> bool:
 
 
 def device_faults(cfg: RunConfig) -> list[Fault]:
-    """GPUs that are asked for and not there. Where Ray runs elsewhere (cluster.ray_address), Ray counts them."""
+    """GPUs that the config asks for and this machine lacks. If Ray runs elsewhere (cluster.ray_address), Ray counts."""
     if cfg.cluster.device == "cpu" or cfg.cluster.ray_address is not None:
         return []
     import torch
@@ -123,14 +123,14 @@ def folder_faults(cfg: RunConfig) -> list[Fault]:
 def save_bytes(model_dir: str, dtype: str) -> int:
     """Bytes of the weights as safetensors, by the folder's config.json.
 
-    0 where that cannot be read: what is wrong with a model folder is said by the checks of the config.
+    0 if that cannot be read: what is wrong with a model folder is said by the checks of the config.
     """
     shape, _ = inspect_model(model_dir)
     return 0 if shape is None else shape.num_parameters() * DTYPE_BYTES[dtype]
 
 
 def port_faults(cfg: RunConfig) -> list[Fault]:
-    """A port for the local Ray that something else has."""
+    """The local Ray's port, if another process has it."""
     port = cfg.cluster.ray_port
     if cfg.cluster.backend != "ray" or cfg.cluster.ray_address is not None or not port or not port_in_use(port):
         return []

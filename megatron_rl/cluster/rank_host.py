@@ -31,7 +31,7 @@ Watch = tuple[str, float]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor landed."""
+    """The node and process that an actor runs in."""
 
     node_id: str
     ip: str

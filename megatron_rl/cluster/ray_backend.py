@@ -32,7 +32,7 @@ class RayBackend:
     """See Backend. Built up in order: Ray, placement group, actors, their environment, their workers."""
 
     def __init__(self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device) -> None:
-        """Start every rank within cluster.start_timeout_s. On any error all that was started is ended again."""
+        """Start every rank within cluster.start_timeout_s. On any error, everything that was started is stopped."""
         self._name = worker_cls.__name__
         self._id = uuid.uuid4().hex[:12]
         self._cluster = cluster
@@ -166,7 +166,7 @@ class RayBackend:
         timeout_s: float,
         timeout_key: str,
     ) -> dict[int, Any]:
-        """Submit on each rank and wait. What leaves the ranks out of step with each other ends the group."""
+        """Submit to each rank and wait. A failure that leaves the ranks out of step ends the group."""
         self._num_calls += 1
         where = f"{self._name}.{method}"
         # All ranks or none: one that is not called would leave the others waiting for it.
@@ -188,7 +188,7 @@ class RayBackend:
         return outcome.answers
 
     def _settle(self, timeout_s: float) -> None:
-        """Wait for the ranks that an interrupted call has left at work; what they answer is of no use any more."""
+        """Wait for the ranks that an interrupted call left running; their results are dropped."""
         refs, self._unanswered = self._unanswered, {}
         if not refs:
             return
@@ -217,7 +217,7 @@ class RayBackend:
         return self._stack_key(rank), max(timeout_s - 5.0, timeout_s / 2)
 
     def _close_workers(self) -> BaseException | None:
-        """Let each worker close; one that cannot in time is ended all the same. Returns the first error."""
+        """Let each worker close; one that misses the deadline is killed. Returns the first error."""
         refs = {actor.close.remote(): rank for rank, actor in enumerate(self._actors)}
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=CLOSE_S)
         for ref in done:

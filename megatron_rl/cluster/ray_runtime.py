@@ -28,7 +28,7 @@ _is_ours = False
 def acquire(cluster: ClusterConfig, device: Device) -> None:
     """Have Ray running in this process. A Ray that something else has started is used as it is and left running.
 
-    ClusterError where cluster.ray_port is in use or nothing answers at cluster.ray_address.
+    ClusterError if cluster.ray_port is in use or nothing answers at cluster.ray_address.
     """
     global _users, _is_ours
     with _lock:
@@ -48,7 +48,7 @@ def acquire(cluster: ClusterConfig, device: Device) -> None:
 
 
 def release() -> None:
-    """One user less; the last one shuts down (or leaves) the Ray that `acquire` started (or joined)."""
+    """Release one use; the last one shuts down (or leaves) the Ray that `acquire` started (or joined)."""
     global _users
     with _lock:
         import ray
@@ -63,7 +63,7 @@ def release() -> None:
 
 
 def require_free_port(port: int) -> None:
-    """ClusterError where the port is taken."""
+    """ClusterError if the port is taken."""
     if port_in_use(port):
         raise ClusterError(
             f"cluster.ray_port: {port} -- something on this machine already listens there (another Ray?) "

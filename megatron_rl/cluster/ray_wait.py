@@ -23,7 +23,7 @@ errors that it causes on others, and ranks that wait for it in a collective neve
 
 @dataclass
 class Outcome:
-    """What came of one call."""
+    """The results and errors of one call."""
 
     answers: dict[int, Any] = field(default_factory=dict)
     errors: list[tuple[int, RayTaskError]] = field(default_factory=list)
@@ -76,7 +76,7 @@ def unwrapped(error: RayTaskError, note: str) -> BaseException:
 
 
 def _take(done: Mapping[ray.ObjectRef, int], outcome: Outcome) -> None:
-    """Add what came of calls that have ended."""
+    """Add the results and errors of calls that have ended."""
     try:
         # One question for all of them; it fails as a whole if any call did.
         outcome.answers.update(zip(done.values(), ray.get(list(done)), strict=True))

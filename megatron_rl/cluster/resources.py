@@ -61,7 +61,7 @@ def plan_placement(cluster: ClusterConfig, device: Device) -> Placement:
 
 
 def require_room(placement: Placement, cluster: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Refuse what the machines can never hold; waiting for it would never end.
+    """Refuse a placement that no machine can ever hold: waiting for it would never end.
 
     nodes: total resources of each machine of the Ray cluster, such as {"CPU": 8.0, "GPU": 2.0}.
     ClusterError naming what is asked and what is there.

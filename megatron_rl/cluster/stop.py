@@ -1,4 +1,4 @@
-"""Ending on a signal: the first asks the run to save and end, a second ends it at once.
+"""Signals: the first asks the run to save and end, a second ends it at once.
 
 Inside `signals` SIGINT, SIGTERM and SIGHUP raise Stopped, a KeyboardInterrupt, in the main thread, and wait while any
 thread is in a `held` block. Nothing heavy is imported: every verb of the command line runs inside.
@@ -93,7 +93,7 @@ def exit_code(number: signal.Signals | None) -> int:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """A first signal waits until the block ends: half of its work would be of no use. A second does not wait."""
+    """Delay a first signal until the block ends, since half of its work is useless. A second signal is not delayed."""
     _hold()
     try:
         yield
@@ -103,7 +103,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """A block that is given up at a signal, or, from a `commit` inside it on, held to its end."""
+    """A block that a signal interrupts; after a `commit` inside it, signals are delayed to its end."""
     _state.commits = None
     try:
         yield
@@ -114,7 +114,7 @@ def one_step() -> Iterator[None]:
 
 
 def commit() -> None:
-    """From here on weights change: a signal waits until the step ends. Of no effect outside of `one_step`."""
+    """From here on weights change, so a signal is delayed until the step ends. No effect outside `one_step`."""
     with _state.lock:
         if _state.commits is not None:
             return
@@ -142,7 +142,7 @@ def _let_go() -> None:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Libraries that set handlers of their own inside the block do not keep them."""
+    """Restore the signal handlers after the block, whatever libraries have set inside it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

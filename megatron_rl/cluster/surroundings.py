@@ -1,4 +1,4 @@
-"""What the process finds around it, and a run needs: a home folder, room for sockets, open files, log-ins of loggers.
+"""Checks of the environment: home and temporary folders, socket paths, the open-file limit, logger log-ins.
 
 Each fault is named by the variable or limit that is wrong; nothing is started or sent to find out.
 """
@@ -27,7 +27,7 @@ OPEN_FILES_OF_A_RANK = 128
 
 
 def surroundings_faults(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> list[Fault]:
-    """Everything of that kind which would end the run later, or in the middle of it."""
+    """Every fault of the environment that would end the run later."""
     faults = temporary_faults(environ) + home_faults(environ) + login_faults(cfg.trainer.logger, environ)
     if cfg.cluster.backend == "ray" and cfg.cluster.ray_address is None:
         faults += socket_faults(environ) + open_file_faults(cfg.cluster.n_gpus_per_node)
@@ -35,7 +35,7 @@ def surroundings_faults(cfg: RunConfig, environ: Mapping[str, str] = os.environ)
 
 
 def temporary_faults(environ: Mapping[str, str]) -> list[Fault]:
-    """A temporary folder that is named and cannot be used: Python would take another one without a word."""
+    """A temporary folder that is named but cannot be used: Python would silently take another one."""
     faults: list[Fault] = []
     for name in ("TMPDIR", "RAY_TMPDIR"):
         folder = environ.get(name)
@@ -49,7 +49,7 @@ def temporary_faults(environ: Mapping[str, str]) -> list[Fault]:
 
 
 def home_faults(environ: Mapping[str, str]) -> list[Fault]:
-    """A home folder in which Ray (its token) and vLLM (its cache) cannot write."""
+    """A home folder that Ray (its token) or vLLM (its cache) cannot write to."""
     home = environ.get("HOME", os.path.expanduser("~"))
     if not os.path.isabs(home):
         return [Fault("HOME", home, "is not a path from the root", "export HOME=/path/to/a/folder/of/yours")]
@@ -87,7 +87,7 @@ def open_file_faults(ranks: int) -> list[Fault]:
 
 
 def login_faults(loggers: Sequence[str], environ: Mapping[str, str]) -> list[Fault]:
-    """Services that would ask for a log-in when the run starts, where nobody is there to answer."""
+    """Loggers that would ask for a log-in on the terminal when the run starts."""
     if "wandb" not in loggers or environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return []
     if environ.get("WANDB_API_KEY") or _in_netrc(environ):

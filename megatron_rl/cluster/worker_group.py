@@ -144,7 +144,7 @@ def start_group(
     """Start one worker a rank, each built as worker_cls(rank, world_size, *worker_args), and wait until
     all of them are up.
 
-    ClusterError where the resources cannot be had or a rank does not start within cluster.start_timeout_s; an
+    ClusterError if the resources cannot be had or a rank does not start within cluster.start_timeout_s; an
     error of a worker's constructor is raised as itself. Nothing that was started is left behind then.
     """
     world = 1 if cluster.backend == "inline" else cluster.nnodes * cluster.n_gpus_per_node

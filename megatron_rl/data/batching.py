@@ -226,7 +226,7 @@ def plan_batches(
     """Split sequences over mini-batches (given), data-parallel ranks and micro-batches (balanced here).
 
     mini_of: [S] number of each sequence's mini-batch, from 0. multiple: the number of micro-batches of a rank is a
-    multiple of this (an interleaved pipeline wants one of its stages). Raises DataError where a sequence is longer than
+    multiple of this (an interleaved pipeline wants one of its stages). Raises DataError if a sequence is longer than
     max_tokens. Every sequence is in the plan exactly once. packed: False counts every sequence of a micro-batch as
     long as its longest. rank_of: [S] from assign_ranks, for a batch that several roles share; balanced over these
     mini-batches alone if not given.

@@ -94,7 +94,7 @@ _COLUMNS = {
 
 
 def template_inputs(cfg: DataConfig, values: dict[str, Any]) -> TemplateInputs:
-    """What a row gives the chat template. Raises BadRow where a column does not hold what its name says."""
+    """What a row gives the chat template. Raises BadRow if a column does not hold what its name says."""
     tools_column = _tools_column(cfg, values)
     tools = _tools(find_value(values, tools_column), tools_column) if tools_column else None
     given = [name for name in SYSTEM_COLUMNS if _given(values.get(name))]
@@ -113,7 +113,7 @@ def template_columns(cfg: DataConfig) -> tuple[str, ...]:
 
 
 def rendered_values(cfg: DataConfig, values: dict[str, Any]) -> list[Any]:
-    """All that a row's tokens depend on."""
+    """Every value of a row that its tokens depend on."""
     keys = (cfg.prompt_key, cfg.response_key, cfg.messages_key, CONVERSATION_KEY, COMPLETION_KEY)
     tools_column = _tools_column(cfg, values)
     tools = find_value(values, tools_column) if tools_column else None
@@ -157,7 +157,7 @@ STANDARD_NAMES = frozenset(("messages", "tools", "add_generation_prompt", "promp
 
 
 def unused_columns(cfg: DataConfig, values: dict[str, Any], kind: Literal["rl", "sft"]) -> list[str]:
-    """Columns of a row that hold something, and that nothing reads."""
+    """Columns of a row that have a value and that nothing reads."""
     used = {*template_columns(cfg), cfg.data_source_key, *HARMLESS, *_COLUMNS}
     used.update(_rl_keys(cfg, values) if kind == "rl" else _sft_keys(cfg, values))
     tools_column = _tools_column(cfg, values)
@@ -203,7 +203,7 @@ def info_keys(cfg: DataConfig) -> tuple[str, ...]:
 
 
 def _own(cfg: DataConfig) -> tuple[str, ...]:
-    """Columns that the config names: they are read, whatever their names mean elsewhere."""
+    """Columns that the config names. They are read, whatever their names mean by default."""
     named = (cfg.prompt_key, cfg.response_key, cfg.messages_key, cfg.label_key, cfg.metadata_key, cfg.data_source_key)
     return tuple(name.partition(".")[0] for name in named if name)
 
@@ -226,7 +226,7 @@ def _tools_column(cfg: DataConfig, values: dict[str, Any]) -> str | None:
 
 
 def _tools(value: object, column: str) -> list[dict[str, Any]] | None:
-    """Tools as a list of mappings; None where there are none."""
+    """Tools as a list of mappings; None if there are none."""
     found = _from_json(value, column)
     if is_empty(found):
         return None
@@ -270,7 +270,7 @@ def _add(found: dict[str, tuple[Any, str]], given: dict[str, Any], column: str) 
 
 
 def _flag(value: object, name: str, column: str) -> bool:
-    """A template compares with false itself, which neither 0 nor the text "false" is."""
+    """A real boolean: templates compare with false, which neither 0 nor the text "false" equals."""
     plain = value.strip().lower() if isinstance(value, str) else value
     if plain in (True, False):
         return bool(plain)

@@ -45,7 +45,7 @@ MASKS = (
 
 
 def is_empty(value: object) -> bool:
-    """Whether a value says nothing: null, "", or a list or mapping of nothing else (as parquet pads columns)."""
+    """Whether a value is empty: null, "", or a list or mapping of only such values (as parquet pads columns)."""
     if isinstance(value, dict):
         return all(is_empty(inner) for inner in value.values())
     if isinstance(value, list | tuple):
@@ -90,7 +90,7 @@ def short(value: object) -> str:
 
 
 def mask_says(value: object) -> bool | None:
-    """What a mark says of a whole message: True or False; None where it says neither (a share, a list)."""
+    """What a mark says of a whole message: True or False; None if it says neither (a share, a list)."""
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 

@@ -20,7 +20,7 @@ def named_end_ids(folder: Path) -> dict[Path, list[int]]:
 
 
 def known_end_ids(named: dict[Path, list[int]], vocab_size: int) -> tuple[int, ...]:
-    """Those ids, each once. Raises DataError where one is no token of a tokenizer of vocab_size tokens."""
+    """Those ids, each once. Raises DataError if one is no token of a tokenizer of vocab_size tokens."""
     for path, ids in named.items():
         for number in ids:
             if number >= vocab_size:

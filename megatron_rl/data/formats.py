@@ -130,7 +130,7 @@ def _table_rows(path: Path, table: Any) -> list[Record]:
 
 
 def _one_by_one(table: Any, index: int, record: Callable[[int, Values], Record]) -> Record:
-    """A row of a table in which some value has no plain form."""
+    """Rows of a table in which some value has no plain Python form."""
     values: Values = {}
     faults: list[str] = []
     for name in table.column_names:
@@ -155,7 +155,7 @@ def _unpad(unpadder: Unpadder | None, value: Any) -> Any:
 
 
 def _unpadder(kind: Any) -> Unpadder | None:
-    """What takes the padding out of a value of an Arrow type; None where there can be none."""
+    """A function that removes the padding of an Arrow type's values; None if the type has no padding."""
     import pyarrow as pa
     import pyarrow.types as at
 
@@ -176,7 +176,7 @@ def _unpadder(kind: Any) -> Unpadder | None:
 
 
 def _twice(fields: Any, prefix: str = "") -> list[str]:
-    """Names that stand twice among the columns, or among the fields of one struct at any depth."""
+    """Duplicate names among the columns, or among the fields of one struct at any depth."""
     from pyarrow.types import is_nested
 
     found = [prefix + name for name, count in Counter(field.name for field in fields).items() if count > 1]
@@ -191,7 +191,7 @@ def _twice(fields: Any, prefix: str = "") -> list[str]:
 
 
 class _Decoder:
-    """Reads JSON values and notes what a reader would otherwise drop or make up."""
+    """Reads JSON values and records what a reader would otherwise silently drop or invent."""
 
     def __init__(self) -> None:
         self._faults: list[str] = []
@@ -329,7 +329,7 @@ def _broken(text: str, place: int, number: int, reason: str) -> Record:
 
 
 def _next(text: str, place: int) -> int:
-    """Where the first character from `place` stands that is no space."""
+    """Index of the first character from `place` on that is not a space."""
     found = NO_SPACE.search(text, place)
     return len(text) if found is None else found.start()
 

@@ -40,7 +40,7 @@ from megatron_rl.types import Prompt
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The usable prompts of some files, in file order, and what became of the rest."""
+    """The usable prompts of some files, in file order, and counts of the rows that were left out or cut."""
 
     prompts: tuple[Prompt, ...]
     num_rows: int
@@ -114,7 +114,7 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
 
 
 def render_prompt(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
-    """A row's prompt as text and tokens. Raises BadRow where it cannot be rendered."""
+    """A row's prompt as text and tokens. Raises BadRow if it cannot be rendered."""
     text = renderer.prompt_text(read_prompt(cfg, values), template_inputs(cfg, values))
     return Rendered(renderer.prompt_ids(text), text)
 
@@ -136,7 +136,7 @@ def refuse_overlong(overlong: Sequence[Length], num_rows: int, limit: int, noun:
 
 
 def refuse_empty(num_kept: int, num_rows: int, limit: int, what: str) -> None:
-    """Raise a DataError when the length filter has left no row."""
+    """Raise a DataError if the length filter left no row."""
     if num_kept == 0:
         raise DataError(
             f"{what}: none of the {num_rows} rows is within {limit} tokens, so the filter leaves nothing "
@@ -149,7 +149,7 @@ def read_messages(
 ) -> str | list[Message]:
     """A row's prompt or conversation, if it is one. trained: whether its answers are trained on.
 
-    Raises BadRow where it is something else.
+    Raises BadRow if it is something else.
     """
     if value is None:
         raise BadRow(f"there is no {key!r} -- add it, or name the column in data.{kind}_key")
@@ -201,7 +201,7 @@ def turn_end_notes(renderer: Renderer, has_messages: bool) -> tuple[str, ...]:
 
 
 def data_source(cfg: DataConfig, row: Row) -> str:
-    """The set that a row belongs to: its data_source, else its file's name without ending."""
+    """The data source of a row: its data_source column, else its file's name without the extension."""
     return str(find_value(row.values, cfg.data_source_key) or stem_of(row.file))
 
 
@@ -247,7 +247,7 @@ def _ground_truth(cfg: DataConfig, values: dict[str, Any]) -> Any:
 
 
 def _incomparable(value: object) -> Iterator[float | bytes]:
-    """The numbers that are not finite and the bytes in a value, at any depth."""
+    """Values that cannot be compared: non-finite numbers and bytes, at any depth."""
     if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
         yield value
     elif isinstance(value, dict):

@@ -76,7 +76,7 @@ class Renderer:
         self._eos_token_ids = tuple(dict.fromkeys(ends))
         self._template = ChatTemplate(self._tokenizer, template_kwargs or {})
         self.model_vocab_size = _model_vocab_size(Path(model_path or tokenizer_path))
-        """Tokens of the model; None where its folder does not say."""
+        """Tokens of the model; None if its folder does not say."""
         beyond = [token for token in self._eos_token_ids if token >= (self.model_vocab_size or token + 1)]
         if beyond:
             raise DataError(
@@ -103,7 +103,7 @@ class Renderer:
     def fingerprint(self) -> str | None:
         """Digest of everything here that decides which ids a text becomes: tokenizer files, template, libraries.
 
-        None where the chat template asks for the date: the same row may be another text tomorrow.
+        None if the chat template asks for the date: the same row may be another text tomorrow.
         """
         template = self._tokenizer.chat_template
         if not self._plain and "strftime_now" in json.dumps(template):
@@ -149,7 +149,7 @@ class Renderer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; no special token is added, but those written in the text become their ids.
 
-        Raises BadRow where the tokenizer fails on it.
+        Raises BadRow if the tokenizer fails on it.
         """
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
@@ -188,7 +188,7 @@ class Renderer:
     def prompt_text(self, prompt: str | list[Message], inputs: TemplateInputs = NO_INPUTS) -> str:
         """The text that the model is given: for messages, the head of the assistant's turn included.
 
-        Raises BadRow where the row gives the template something that it does not use.
+        Raises BadRow if the row gives the template something that it does not use.
         """
         if isinstance(prompt, str):
             if inputs.names():
@@ -205,7 +205,7 @@ class Renderer:
     def prompt_ids(self, prompt: str | list[Message], inputs: TemplateInputs = NO_INPUTS) -> list[int]:
         """Token ids of a prompt, as an engine is given them.
 
-        Raises BadRow where the text is empty or the tokenizer has no tokens for some of it.
+        Raises BadRow if the text is empty or the tokenizer has no tokens for some of it.
         """
         return self._encode_whole(self.prompt_text(prompt, inputs))
 
@@ -246,7 +246,7 @@ class Renderer:
         return self._join(texts)
 
     def turn_end(self) -> str | None:
-        """The special token that ends an assistant's turn in the chat template; None where there is none."""
+        """The special token that ends an assistant's turn in the chat template; None if there is none."""
         if self._plain:
             return self._end_text()
         return self._template.turn_end()
@@ -254,7 +254,7 @@ class Renderer:
     def stops(self, texts: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """What ends a response, given rollout.stop: (ids, texts). A stop that is one special token is an id.
 
-        Raises DataError where there is nothing.
+        Raises DataError if there is nothing.
         """
         added = self._tokenizer.added_tokens_decoder.items()
         known = {str(token): number for number, token in added if token.special}
@@ -353,7 +353,7 @@ class Renderer:
         return self._template.write(messages, inputs, add_generation_prompt=add_generation_prompt)
 
     def saved_template(self) -> str | None:
-        """The chat template that renders as data.chat_template=plain does; None where the tokenizer's own is used."""
+        """The chat template that renders as data.chat_template=plain does; None if the tokenizer's own is used."""
         if not self._plain:
             return None
         end = json.dumps(self._end_text(), ensure_ascii=False) if self._eos_token_ids else '""'

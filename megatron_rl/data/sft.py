@@ -143,7 +143,7 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
 
 
 def render_sample(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
-    """A row as tokens and loss mask. Raises BadRow where it cannot be rendered."""
+    """A row as tokens and loss mask. Raises BadRow if it cannot be rendered."""
     column, answer = messages_column(cfg, values), response_column(cfg, values)
     conversation, response = find_value(values, column), find_value(values, answer)
     inputs = template_inputs(cfg, values)

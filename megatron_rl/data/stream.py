@@ -1,4 +1,4 @@
-"""The order in which a run visits its items: endless, reshuffled each epoch, resumable from a few numbers."""
+"""The order in which a run visits its items: endless, reshuffled each epoch, resumable from a small state."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class MixedStream:
 
     Example: sources a a b, weights {a: 2, b: 1}, batch_size 3 without shuffle gives [0, 2, 1], [0, 2, 1] ...
 
-    Raises DataError where weights and sources do not match, or a batch would take more rows of a source
+    Raises DataError if weights and sources do not match, or a batch would take more rows of a source
     than it has.
     """
 
@@ -178,7 +178,7 @@ class MixedStream:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """As Stream.restore. Raises DataError where the sources or their weights differ."""
+        """As Stream.restore. Raises DataError if the sources or their weights differ."""
         if state.get("parts") != self._parts:
             raise DataError(
                 f"the checkpoint's data mix cannot go on: its parts were {state.get('parts')} and are {self._parts} "

@@ -56,7 +56,7 @@ class ChatTemplate:
         return f"'{word}'" in self.source or f'"{word}"' in self.source
 
     def write(self, messages: list[Message], inputs: TemplateInputs, *, add_generation_prompt: bool) -> str:
-        """The text of the messages. Raises BadRow where the template refuses them."""
+        """The text of the messages. Raises BadRow if the template refuses them."""
         return self._write([self._for_template(message) for message in messages], inputs, add_generation_prompt)
 
     def _write(self, messages: list[Message], inputs: TemplateInputs, add_generation_prompt: bool = False) -> str:
@@ -75,7 +75,7 @@ class ChatTemplate:
         return text
 
     def turn_end(self) -> str | None:
-        """The special token that ends an answer; None where there is none, or the template refuses a plain one."""
+        """The special token that ends an answer; None if there is none, or the template refuses a plain one."""
         try:
             head = self.write([_QUESTION], TemplateInputs(), add_generation_prompt=True)
             text = self.write([_QUESTION, _ANSWER], TemplateInputs(), add_generation_prompt=False)
@@ -111,7 +111,7 @@ class ChatTemplate:
         return self._try("", '{"k": "v"}', '{"k": "v"}') is not True
 
     def _try(self, content: str | None, arguments: object, expected: str) -> bool | None:
-        """Whether `expected` is in the text of a call without, and with, content; None where it cannot be written."""
+        """Whether `expected` is in the text of a call without, and with, content; None if it cannot be written."""
         call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}]
         try:

@@ -34,11 +34,11 @@ def sample_differing(
     *,
     max_batches: int,
 ) -> Sampled:
-    """As many groups as `first` has prompts, whose samples differ where max_batches batches have so many.
+    """len(first) groups whose samples differ, from at most max_batches batches of prompts.
 
-    more: the next batch of prompts. score: samples and scores prompts, given the batch's number from 0. differs: of
-    each group, whether it is wanted. Where the last batch still leaves places, groups that do not differ fill them
-    (the trainer leaves them out of the update), so that a step always has the same shape.
+    more: the next batch of prompts. score: samples and scores prompts, given the batch's number from 0. differs: for
+    each group, whether it is wanted. If too few groups differ, others fill the step up, so that it always has the same
+    shape; the trainer leaves those out of the update.
     """
     wanted = len(first)
     good: list[tuple[RolloutGroup, list[RewardResult]]] = []

@@ -10,7 +10,7 @@ from megatron_rl.types import TrainBatch
 
 
 class KlControl:
-    """coef holds in the step that is under way; an adaptive one moves once the step's KL is known:
+    """coef is this step's coefficient. An adaptive controller updates it after observing the step's KL:
 
     coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) * S / horizon,   S sequences of the step
 

@@ -1,4 +1,4 @@
-"""Between scores and the update: the length penalty, what is left out of the loss, and rollout correction."""
+"""Select the tokens that are trained on: the length penalty, sequences left out of the loss, rollout correction."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def response_lens(batch: TrainBatch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Shaped:
-    """What of a batch the update trains on."""
+    """The sequences and tokens of a batch that the update trains on."""
 
     kept: torch.Tensor
-    """[S] bool: sequences with any token that does"""
+    """[S] bool: sequences with any trained token"""
     mask: torch.Tensor
-    """[T] bool: those tokens"""
+    """[T] bool: the trained tokens"""
     columns: dict[str, torch.Tensor]
     """rollout_weights, where rollout correction gives weights"""
     counts: dict[str, float]

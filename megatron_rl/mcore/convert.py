@@ -49,7 +49,7 @@ def chunk_params(model: Model, stage: int, chunk: int, tp_rank: int, expert_rank
 
 
 def lm_head_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of the output matrix; empty where it is the embedding."""
+    """HF name -> shape of the output matrix; empty if it is the embedding."""
     name = FAMILIES[shape.architecture].output.hf[0]
     return {} if shape.tie_word_embeddings else {name: (shape.vocab_size, shape.hidden_size)}
 
@@ -93,7 +93,7 @@ def _checked_parameters(model: Model, chunk: int, params: list[LocalParam]) -> d
 def load_hf(model: Model, source: WeightSource) -> None:
     """Fill this rank's shard from `source`, reading only the blocks it holds. Padding rows become 0.
 
-    Raises CheckpointError where the source does not hold exactly the model's tensors; and on all ranks, naming them,
+    Raises CheckpointError if the source does not hold exactly the model's tensors; and on all ranks, naming them,
     where tensors hold numbers that are not finite in the model's precision.
     """
     source.check(tensor_shapes(model))

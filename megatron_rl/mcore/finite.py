@@ -1,4 +1,4 @@
-"""Numbers that are not finite: looked for before weights change, before they leave, and as they are loaded.
+"""Checks for NaN and infinity: before weights change, before they are published or saved, and as they are loaded.
 
 Every rank comes to the same verdict, since one that went on alone would wait for the others in the next collective.
 """
@@ -101,7 +101,7 @@ def bad_tensors(model: Model, limit: float) -> list[str]:
 
 @torch.no_grad()
 def refuse_bad_weights(model: Model, *, what: str, consequence: str, limit: float = math.inf) -> None:
-    """Raise NonFiniteError on all ranks where any holds a weight that is not finite, or is larger than `limit`, the
+    """Raise NonFiniteError on all ranks if any holds a weight that is not finite, or is larger than `limit`, the
     largest number of the precision that the weights go to. A collective; the weights must be on the device.
     """
     model.complete_params()

@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 28
 
 
 class Offload:
-    """Moves what it was told to move, whenever it is asked; asking twice does nothing more.
+    """Moves the configured kinds of memory to the host and back. Calling a direction twice does nothing more.
 
     params: the model's weights. grads: the gradients of the last update. optimizer: AdamW's two means, and the float32
     master weights where the model's are of half precision (otherwise the model's weights are the masters).
@@ -84,7 +84,7 @@ class Offload:
         return self._note(OffloadReport(seconds=time.perf_counter() - start) if coming else OffloadReport())
 
     def take(self) -> OffloadReport:
-        """Everything since the last take."""
+        """The report of all moves since the last call."""
         total, self._total = self._total, OffloadReport()
         return total
 

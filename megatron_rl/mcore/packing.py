@@ -30,7 +30,7 @@ class AttentionGroup:
 
     query_index: [b, q] int64, this rank's packed position of each cell (pads repeat the sequence's first token).
     key_index: [b, k] int64, the same for keys, into the keys of all context-parallel ranks end to end.
-    real: [b * q] bool. mask: [b, 1, q, k] bool where key <= query, or None where plain causality says it (cp 1).
+    real: [b * q] bool. mask: [b, 1, q, k] bool where key <= query, or None if plain causality says it (cp 1).
     """
 
     query_index: torch.Tensor
@@ -194,7 +194,7 @@ def pack(
     sequences becomes one sequence of padding, so that all ranks make the same passes. Nothing is trained on padding.
     uniform: pad every sequence to the longest, as a rectangular batch is (for comparison with packing).
 
-    vocab_size: tokens of the model. Raises DataError where a token is none of them: a vocabulary that is split over
+    vocab_size: tokens of the model. Raises DataError if a token is none of them: a vocabulary that is split over
     ranks would give such an id the logit of the most likely one, and an embedding of zeros.
     """
     # On the CPU, where the batch is: the device is not waited for.

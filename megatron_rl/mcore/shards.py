@@ -1,4 +1,4 @@
-"""What this rank's model holds, by the names of reshard plans: parameter p of chunk c is chunk{c}.{p}."""
+"""This rank's parameters, keyed as in reshard plans: chunk{c}.{name}."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_rl.mcore.build import Model
 
 
 def parameters(model: Model) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by these names. They stay the same objects when their memory is moved."""
+    """Name -> parameter of this rank. The objects stay the same when their memory is moved."""
     return {
         f"chunk{number}.{name}": param
         for number, chunk in enumerate(model.bare_chunks)
@@ -17,5 +17,5 @@ def parameters(model: Model) -> dict[str, torch.nn.Parameter]:
 
 
 def live_parameters(model: Model) -> dict[str, torch.Tensor]:
-    """The memory that these have now, not copies; Model.complete_params makes them whole first."""
+    """Name -> current memory of each parameter, not copies. Call Model.complete_params first."""
     return {name: param.detach() for name, param in parameters(model).items()}

@@ -75,7 +75,7 @@ def _run(
 
 @torch.no_grad()
 def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -> list[dict[str, torch.Tensor]]:
-    """What `read` gives of each micro-batch, as [T] float32 columns on the CPU, 0 where loss_mask is False.
+    """What `read` gives of each micro-batch, as [T] float32 columns on the CPU, 0 if loss_mask is False.
 
     batches: this data-parallel rank's micro-batches. Ranks of other pipeline stages than the last get an empty list.
     """

@@ -1,4 +1,4 @@
-"""Many copies at one launch: what a weight sync does again and again between the same places.
+"""Many copies in one kernel launch, for weight syncs, which repeat the same copies.
 
 On CUDA, pairs of one dtype whose memory is in one piece and 16-byte aligned are copied by one Triton kernel
 (copies_triton.py), which takes its list of tiles from the device; elsewhere, and for all other pairs, torch copies.

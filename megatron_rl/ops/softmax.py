@@ -1,4 +1,4 @@
-"""What a log-probability needs of a row of logits, and the gradient that goes back: one pass each.
+"""Softmax statistics for log-probabilities, and their backward: one pass over the logits each.
 
 On CUDA each function is one Triton kernel (softmax_triton.py), so that logits are read once, in the precision that the
 matrix product wrote them in. Elsewhere it is the torch code below, which is also what the kernels are tested against.
@@ -23,7 +23,7 @@ class RowStats:
     """Sums over parts of each row's valid columns, float32. They add up over parts, once rescaled to one peak.
 
     peak: [n, parts] max x. total: [n, parts] sum exp(x - peak). weighted: [n, parts] sum exp(x - peak) (x - peak).
-    target: [n] x in the row's target column, 0 where it has none.
+    target: [n] x in the row's target column, 0 if it has none.
     """
 
     peak: torch.Tensor

@@ -1,4 +1,4 @@
-"""Loads nothing: a vLLM model whose parameters are views of the trainer's, or noise that an update replaces.
+"""A vLLM loader that reads no checkpoint: parameters alias the trainer's tensors, or hold noise until the first sync.
 
 Registered with vLLM as a load format of its own. Sharing happens before CUDA graphs are captured, so that graphs hold
 the shared addresses; a step of the trainer's optimizer, which writes in place, is then seen by the engine at once.

@@ -1,4 +1,4 @@
-"""Frees of vLLM's sleep-mode memory: mapped when torch frees it, which vLLM's allocator takes for granted.
+"""Free callbacks for vLLM's sleep-mode memory that map a block again first.
 
 vLLM gives memory back to the device without torch's knowledge: all of it when an engine sleeps, and at the end of
 loading what is free by then (weights in whose place the engine reads the trainer's). When an engine is closed, torch
@@ -16,7 +16,7 @@ Allocation = tuple[int, int, int, int]
 
 
 class MappedFrees:
-    """The two ways in which blocks of an allocator are freed: by torch, and by vLLM's own hand."""
+    """Free callbacks that map a block again first if vLLM has unmapped it without telling torch."""
 
     def __init__(self, allocator: Any, map_again: Callable[[Allocation], None]) -> None:
         """allocator: vLLM's CuMemAllocator. map_again: its extension's create_and_map."""

@@ -51,7 +51,7 @@ def set_chat_template(folder: Path, template: str) -> None:
 
 
 def open_to_umask(folder: Path) -> None:
-    """Give every file of `folder` the mode that a new file has here: safetensors writes for the owner alone."""
+    """Give every file of `folder` the default mode of a new file: safetensors writes them for the owner alone."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

@@ -12,7 +12,7 @@ from megatron_rl.errors import CheckpointError
 def name_end_token(folder: Path, token: str) -> None:
     """Make the tokenizer's files name `token` as its end token, and the configs' eos_token_id begin with its id.
 
-    Ids that the configs name already stay: they ended responses too. Raises CheckpointError where tokenizer.json does
+    Ids that the configs name already stay: they ended responses too. Raises CheckpointError if tokenizer.json does
     not know the token.
     """
     number = _token_id(folder / "tokenizer.json", token)

@@ -1,4 +1,4 @@
-"""What the headers of weight files say that is no weight, or none that can be read alone."""
+"""Tensors in weight files that are not weights, or whose dtype cannot be loaded."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
 
 
 def is_derived(name: str) -> bool:
-    """A buffer that config.json says as well: older writers put RoPE's frequencies among the weights."""
+    """Whether a tensor is a buffer derived from config.json: older writers saved RoPE's frequencies."""
     return name.endswith(_DERIVED)
 
 
 def dtype_fault(name: str, dtype: str) -> str | None:
-    """Why a tensor of safetensors' `dtype` cannot be loaded; None where it can."""
+    """Why a tensor of safetensors' `dtype` cannot be loaded; None if it can."""
     if dtype in _FLOATS:
         return None
     return f"{name} is stored as {dtype}, which means nothing without its scales (give the weights in 16 or 32 bits)"
 
 
 def derived_fault(name: str, values: torch.Tensor, folder: Path) -> str | None:
-    """Why a derived buffer is not that of config.json in `folder`; None where it is."""
+    """Why a derived buffer is not that of config.json in `folder`; None if it is."""
     shape, _, _ = inspect_critic(str(folder))
     if shape is None:
         return f"surplus {name}"

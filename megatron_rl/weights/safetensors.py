@@ -26,10 +26,10 @@ _SHOWN = 20
 
 
 class WeightSource(Protocol):
-    """Anything that can hand out rectangles of HF tensors."""
+    """A source of rectangles of HF tensors."""
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError, naming each, where a tensor is missing, surplus or misshaped."""
+        """Raise CheckpointError naming every tensor that is missing, surplus or misshaped."""
         ...
 
     def read(self, block: Block) -> torch.Tensor:
@@ -236,7 +236,7 @@ def write_model(
 
 
 class _UnverifiedError(CheckpointError):
-    """The folder was written whole and is not what it should be."""
+    """The folder was written completely, but its verification failed."""
 
 
 def _verified(staging: Path, verify: Callable[[Path], None]) -> None:
@@ -286,7 +286,7 @@ def _write_shards(
 
 
 def _replace_folder(staging: Path, path: Path, old: Path) -> None:
-    """`staging` takes the place of `path`, once it is on the disk: some say only then that they are full."""
+    """Move `staging` to `path` after a sync to disk: some disks report only then that they are full."""
     for file in filter(Path.is_file, staging.rglob("*")):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())

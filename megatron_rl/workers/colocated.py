@@ -173,8 +173,8 @@ def start_engine(
 
 
 def check_part(part: EnginePart | None, layout: EngineLayout, rank: int) -> None:
-    """Raise ReshardError where an engine says that it holds another part of the parameters than the plan was made
-    for: shapes would agree, and weights be another rank's.
+    """Raise ReshardError if the engine's TP or EP rank differs from the plan's. Shapes would still match, so another
+    rank's weights would be loaded silently.
     """
     slot = layout.ranks.index(rank)
     wanted = EnginePart(layout.tp, slot % layout.tp, layout.ep, slot % layout.ep)
