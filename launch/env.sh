@@ -18,11 +18,14 @@
 
 # Ray's log de-duplication holds lines back for seconds and merges those of different ranks.
 : "${RAY_DEDUP_LOGS:=0}"
+# Ray sends tensors as bytes that the receiver reads in place.
+: "${RAY_ENABLE_ZERO_COPY_TORCH_TENSORS:=1}"
 # Ray leaves a rank's visible devices as they are when it reserves no GPU for it.
 : "${RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO:=0}"
 
 export OMP_NUM_THREADS TOKENIZERS_PARALLELISM HF_HUB_OFFLINE VLLM_NO_USAGE_STATS RAY_USAGE_STATS_ENABLED \
-  VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL RAY_DEDUP_LOGS RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+  VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL RAY_DEDUP_LOGS RAY_ENABLE_ZERO_COPY_TORCH_TENSORS \
+  RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
 
 if [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ]; then
   # Megatron-Core orders the collectives of tensor parallelism by a single queue on GPUs before Blackwell.

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.backend import Answer, close_worker, timed_call
 from megatron_rl.cluster.dispatch import Call
-from megatron_rl.cluster.environment import free_port
+from megatron_rl.cluster.environment import accept_read_only_tensors, free_port
 from megatron_rl.errors import ClusterError
 
 STACK_FRAMES = 12
@@ -64,6 +64,7 @@ class RankHost:
     def prepare(self, environment: Mapping[str, str], folder: str) -> None:
         """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same."""
         os.environ.update(environment)
+        accept_read_only_tensors()
         # A terminal's Ctrl-C reaches every process; it is the controller that ends the ranks, once they have saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not Path(folder).is_dir():

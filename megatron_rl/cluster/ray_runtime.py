@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from megatron_rl.cluster import janitor, stop
-from megatron_rl.cluster.environment import port_in_use
+from megatron_rl.cluster.environment import accept_read_only_tensors, port_in_use
 from megatron_rl.cluster.resources import Device
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
@@ -34,6 +34,7 @@ def acquire(cluster: ClusterConfig, device: Device) -> None:
     with _lock:
         import ray
 
+        accept_read_only_tensors()
         if _users == 0:
             _is_ours = not ray.is_initialized()
             if _is_ours:
