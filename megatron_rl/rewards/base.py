@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from megatron_rl.config.checks.reward_terms import LARGEST_SCORE
 from megatron_rl.errors import RewardError
@@ -32,10 +32,10 @@ class RewardSample:
     """The prompt's chat messages; None where the prompt is a plain string."""
     tools: tuple[dict[str, Any], ...] | None = None
     """The tools that the chat template was given with them; None where there were none."""
-    prompt_ids: tuple[int, ...] = ()
+    prompt_ids: Sequence[int] = ()
     """The prompt's token ids. Reward models read ids; reward processes are not sent any."""
-    response_ids: tuple[int, ...] = ()
-    """The response's token ids as they were sampled; not sent to reward processes either."""
+    response_ids: Sequence[int] = ()
+    """The response's token ids as they were sampled, for reward models alone."""
     has_source: bool = True
     """Whether the row itself names its data_source; else that is its file's name."""
     where: str = ""
@@ -58,6 +58,34 @@ RewardFn = Callable[[RewardSample], object]
 """A loaded reward: one sample in; a number, a dict with a number under "score", or None (does not apply) out."""
 BatchRewardFn = Callable[[Sequence[RewardSample]], object]
 """A loaded reward of a whole batch: one answer for each sample, as a list, an array or a tensor."""
+
+
+class Chosen(Sequence[RewardSample]):
+    """Some of many samples, read one by one: they may lie elsewhere, and together be more than fits in memory."""
+
+    def __init__(self, samples: Sequence[RewardSample], numbers: Sequence[int]) -> None:
+        """numbers: of the samples that are chosen, in the order wanted."""
+        self._samples = samples
+        self.numbers = numbers
+        if isinstance(samples, Chosen):
+            self._samples, self.numbers = samples._samples, [samples.numbers[number] for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> RewardSample: ...
+    @overload
+    def __getitem__(self, place: slice) -> Chosen: ...
+    def __getitem__(self, place: int | slice) -> RewardSample | Chosen:
+        if isinstance(place, slice):
+            return Chosen(self._samples, self.numbers[place])
+        return self._samples[self.numbers[place]]
+
+
+def number_of(samples: Sequence[RewardSample], place: int) -> int:
+    """The number of a sample among all of which `samples` are some."""
+    return samples.numbers[place] if isinstance(samples, Chosen) else place
 
 
 def shown(sample: RewardSample) -> str:

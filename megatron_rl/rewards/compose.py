@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config.checks.reward_terms import Constant, First, Reward, Sum, Term, rewards_in
 from megatron_rl.errors import RewardError
-from megatron_rl.rewards.base import RewardResult, RewardSample, checked
+from megatron_rl.rewards.base import Chosen, RewardResult, RewardSample, checked
 
 Results = list[RewardResult | None]
 ScoreFn = Callable[[Reward, Sequence[RewardSample]], Results]
@@ -62,12 +62,14 @@ def score_by_source(
     results: Results = [None] * len(samples)
     for source, members in groups.items():
         term = default if source is None else by_source[source]
-        found = evaluate(term, [samples[number] for number in members], score, failed_score)
+        found = evaluate(term, Chosen(samples, members), score, failed_score)
         for number, result in zip(members, found, strict=True):
             results[number] = result
     return [
-        _nothing_applies(sample, failed_score) if result is None else checked(result, "the reward", failed_score)
-        for result, sample in zip(results, samples, strict=True)
+        _nothing_applies(samples[number], failed_score)
+        if result is None
+        else checked(result, "the reward", failed_score)
+        for number, result in enumerate(results)
     ]
 
 
@@ -116,7 +118,7 @@ class _Evaluation:
         results: Results = [None] * len(samples)
         left = list(range(len(samples)))
         for part in term.terms:
-            found = self.of(part, [samples[number] for number in left])
+            found = self.of(part, Chosen(samples, left))
             for number, result in zip(left, found, strict=True):
                 results[number] = result
             left = [number for number in left if results[number] is None]

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_rl.errors import RewardError
-from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.rewards.base import RewardResult, RewardSample, number_of
 from megatron_rl.rewards.channel import Channel
 from megatron_rl.rewards.processes import MARK, end_group, end_marked, yield_cores
 from megatron_rl.rewards.worker import Loaded, Scored, Setup, Task
@@ -55,8 +55,9 @@ class FailureLimit:
         self._most = most
         self._failed: dict[int, tuple[RewardSample, str]] = {}
 
-    def note(self, sample: RewardSample, reason: str) -> None:
-        self._failed.setdefault(id(sample), (sample, reason))
+    def note(self, number: int, sample: RewardSample, reason: str) -> None:
+        """number: of the sample, the same in all calls."""
+        self._failed.setdefault(number, (sample, reason))
 
     @property
     def is_passed(self) -> bool:
@@ -120,7 +121,7 @@ class _Call:
     def put(self, number: int, result: RewardResult | None) -> None:
         self.results[number] = result
         if self.limit is not None and result is not None and result.failed is not None:
-            self.limit.note(self.samples[number], result.failed)
+            self.limit.note(number_of(self.samples, number), self.samples[number], result.failed)
 
     def patience_s(self, timeout_s: float) -> float:
         """Seconds after which a sample counts as slow; FOREVER while there is nothing to compare it with."""

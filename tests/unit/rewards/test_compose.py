@@ -10,7 +10,7 @@ from megatron_rl.config.checks.reward import plan_rewards
 from megatron_rl.config.checks.reward_terms import Constant, First, Reward, Sum, Term, parse_reward
 from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.rewards.base import RewardResult, RewardSample
+from megatron_rl.rewards.base import Chosen, RewardResult, RewardSample, number_of
 from megatron_rl.rewards.compose import Results, evaluate, reward, score_by_source
 from megatron_rl.rewards.scorer import RewardScorer
 
@@ -216,3 +216,21 @@ def test_too_many_failures_stop_the_run_and_a_preflight_names_the_source():
             scorer.require_few_failures(results[1:])
         with pytest.raises(RewardError, match=r"reward.by_source.broken: 'numeric' fails on a first sample"):
             scorer.preflight([good, bad])
+
+
+def test_chosen_samples_are_read_one_by_one_and_know_their_number_among_all():
+    read: list[int] = []
+
+    class Elsewhere(Sequence[RewardSample]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, number):  # type: ignore[override]
+            read.append(number)
+            return RewardSample("s", "", str(number), "")
+
+    chosen = Chosen(Chosen(Elsewhere(), [5, 3, 1, 0]), [0, 2, 3])
+    assert len(chosen) == 3 and read == []
+    assert chosen[1].solution_str == "1" and [one.solution_str for one in chosen[::2]] == ["5", "0"]
+    assert read == [1, 5, 0]
+    assert [number_of(chosen, place) for place in range(3)] == [5, 1, 0] and number_of([chosen[0]], 0) == 0
