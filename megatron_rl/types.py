@@ -207,6 +207,11 @@ class EngineAnswer:
     samples: Handle[Samples]
     texts: Handle[Texts]
 
+    @staticmethod
+    def of(samples: Samples, handle: Handle[Samples], texts: Handle[Texts]) -> EngineAnswer:
+        """handle: to these samples."""
+        return EngineAnswer(samples.lens, samples.finish, samples.oldest_version, samples.newest_version, handle, texts)
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceRefs:

@@ -34,7 +34,7 @@ from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.trainers import report
 from megatron_rl.trainers.placement import Workers, plan_for, start_workers
 from megatron_rl.trainers.validation import validation_metrics
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, Samples, SyncReport, TrainBatch
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, Rollouts, SyncReport, TrainBatch
 from megatron_rl.workers.engine import EngineWorker
 from megatron_rl.workers.records import ModelColumn, Read, Role, UpdateResult
 from megatron_rl.workers.train import TrainWorker
@@ -329,17 +329,8 @@ class RlTrainer:
         )
         dealt = [requests[e::engines] for e in range(engines)]
         answers = self.workers.engines.each_engine(EngineWorker.generate, dealt, sampling)
-        of_engine = [self._rollouts(samples) for samples in answers]
-        groups = []
-        for i, prompt in enumerate(prompts):
-            first = i // engines * n
-            rollouts = of_engine[i % engines][first : first + n]
-            groups.append(RolloutGroup(prompt, tuple(rollouts), self.version))
-        return groups
-
-    def _rollouts(self, samples: Samples) -> list[Rollout]:
-        texts = [self.renderer.response_text(ids, self.stop_ids) for ids in samples.id_tuples()]
-        return [samples.rollout(row, text) for row, text in enumerate(texts)]
+        rollouts = Rollouts.from_answers(prompts, n, answers)
+        return [rollouts.fetch_group(group) for group in range(rollouts.num_groups)]
 
     def validate(self, step: int) -> dict[str, float]:
         """Every validation row sampled val.n times and scored once each (contract R4)."""

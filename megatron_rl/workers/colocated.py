@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.config.run import RunConfig
+from megatron_rl.data.render import Renderer
 from megatron_rl.errors import ReshardError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import live_params
@@ -21,7 +22,7 @@ from megatron_rl.reshard.plan import make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
-from megatron_rl.workers.engine import EngineWorker
+from megatron_rl.workers.engine import EngineWorker, no_texts
 from megatron_rl.workers.phases import RankMemory
 from megatron_rl.workers.records import EnginePlan, TrainPlan
 from megatron_rl.workers.train import TrainWorker
@@ -68,7 +69,10 @@ class ColocatedWorker:
         actor, dtype = self.train.trained["actor"], DTYPES[cfg.rollout.dtype or cfg.model.dtype]
         layout = engine_layout(cfg, engine.order)
         built, publisher = start_engine(cfg, actor, memory, layout, device=plan.device, rank=rank)
-        self.engine = EngineWorker(built, publisher, memory, ActorWeights(actor, dtype))
+        # One rank answers for an engine.
+        is_head = layout.ranks.index(rank) % layout.tp == 0
+        decode = Renderer.from_config(cfg.model, cfg.data).response_texts if is_head else no_texts
+        self.engine = EngineWorker(built, publisher, memory, decode, ActorWeights(actor, dtype))
 
     def close(self) -> None:
         """End the engine, then leave the process groups."""

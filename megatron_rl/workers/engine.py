@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from megatron_rl.cluster.handles import hand_over
 from megatron_rl.errors import RolloutError
 from megatron_rl.reshard.publisher import WeightPublisher
 from megatron_rl.rollout.engine import Request, RolloutEngine, Sampling
-from megatron_rl.types import Samples, SyncReport
+from megatron_rl.types import EngineAnswer, Samples, SyncReport, Texts
 from megatron_rl.workers.phases import RankMemory
 
 _log = logging.getLogger(__name__)
+
+Decode = Callable[[Samples, Sequence[int]], list[str]]
+
+
+def no_texts(samples: Samples, stop_ids: Sequence[int]) -> list[str]:
+    """For ranks whose answers nobody looks at."""
+    return []
 
 
 class TrainerWeights(Protocol):
@@ -40,20 +48,29 @@ class EngineWorker:
         engine: RolloutEngine,
         publisher: WeightPublisher,
         memory: RankMemory,
+        decode: Decode,
         weights: TrainerWeights | None = None,
     ) -> None:
-        """memory: what this process shares with other workers. weights: None on ranks that only generate."""
+        """memory: what this process shares with other workers. decode: (samples, ids that end a response) -> the texts
+        that rewards read. weights: None on ranks that only generate.
+        """
         self._engine, self._publisher, self._memory, self._weights = engine, publisher, memory, weights
+        self._decode = decode
         self._version = 0
         memory.add_engine(engine)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
-        """Samples of this engine's requests. An engine that a model pass has put to sleep is woken first."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> EngineAnswer:
+        """Samples of this engine's requests. Tokens and texts stay here, behind handles.
+
+        An engine that a model pass has put to sleep is woken first.
+        """
         self._refuse_stale()
         if not self._memory.engine_awake:
             self.wake()
         self._memory.enter("generate")
-        return self._engine.generate(requests, sampling)
+        samples = self._engine.generate(requests, sampling)
+        texts = Texts.of(self._decode(samples, sampling.stop_token_ids))
+        return EngineAnswer.of(samples, hand_over(samples), hand_over(texts))
 
     def publish(self, version: int, expect_change: bool) -> SyncReport:
         """The trained weights into every engine, under `version`; what this rank did.

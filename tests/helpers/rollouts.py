@@ -32,7 +32,5 @@ def rollouts_of(groups: Sequence[RolloutGroup], num_parts: int = 1) -> Rollouts:
         versions = np.array([group.weight_version for group, _ in made], np.int32)
         samples = replace(samples, oldest_version=versions, newest_version=versions)
         texts = Texts.of([rollout.text for rollout in rollouts])
-        answers.append(
-            EngineAnswer(samples.lens, samples.finish, versions, versions, InProcess(samples), InProcess(texts))
-        )
+        answers.append(EngineAnswer.of(samples, InProcess(samples), InProcess(texts)))
     return Rollouts.from_answers([group.prompt for group in groups], len(groups[0].rollouts), answers)

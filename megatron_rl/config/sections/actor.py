@@ -29,25 +29,25 @@ class OptimConfig:
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Optimizer steps over which the rate rises linearly from 0."""
     lr_warmup_steps_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Warm-up as a fraction of the run's optimizer steps; used if lr_warmup_steps is 0."""
+    """The same as a share of the run's optimizer steps; read where lr_warmup_steps is 0."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate decay after the warm-up, to lr * min_lr_ratio at the last step (or at lr_decay_steps)."""
+    """Decay after the warm-up, down to lr * min_lr_ratio at the run's last step (or at lr_decay_steps)."""
     lr_decay_steps: PositiveInt | None = None
-    """Optimizer step at which the decay ends; the last step of the run if unset."""
+    """Optimizer steps at which the decay ends; the whole run when not given."""
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Final learning rate as a fraction of lr."""
+    """Last rate as a share of lr."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay; applied to matrices only, not to biases and norms."""
+    """Decoupled weight decay, on matrices only."""
     adam_beta1: Beta = 0.9
-    """AdamW's beta1: decay rate of the first moment."""
+    """Decay of AdamW's mean of gradients."""
     adam_beta2: Beta = 0.999
-    """AdamW's beta2: decay rate of the second moment."""
+    """Decay of AdamW's mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
-    """AdamW's epsilon, added to the denominator."""
+    """Added to the root of the squared mean in AdamW."""
     grad_clip: NonNegativeFloat = 1.0
-    """Maximum global gradient norm; 0 disables clipping."""
+    """Largest global gradient norm; 0 turns clipping off."""
 
     def warmup_steps(self, total_steps: int) -> int:
         """Optimizer steps of the warm-up in a run of `total_steps`."""
@@ -57,39 +57,39 @@ class OptimConfig:
 @section
 class ParallelConfig:
     tp: PositiveInt = 1
-    """Tensor parallelism (TP) size."""
+    """Tensor-parallel ranks."""
     pp: PositiveInt = 1
-    """Pipeline parallelism (PP) size: number of stages."""
+    """Pipeline stages."""
     vpp: PositiveInt = 1
-    """Model chunks per pipeline stage (interleaved schedule, virtual pipeline)."""
+    """Model chunks per pipeline stage (interleaved schedule)."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Number of layers in the first pipeline stage; an equal share if unset."""
+    """Layers of the first stage; an even share when not given."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Number of layers in the last pipeline stage; an equal share if unset."""
+    """Layers of the last stage; an even share when not given."""
     cp: PositiveInt = 1
-    """Context parallelism (CP) size: ranks that split each sequence."""
+    """Context-parallel ranks."""
     ep: PositiveInt = 1
-    """Expert parallelism (EP) size: a rank holds 1 / ep of the experts of a layer. Uses the ranks of tp, cp, dp."""
+    """Expert-parallel ranks: each holds 1 / ep of every layer's experts. Taken from the ranks of tp, cp and dp."""
     etp: PositiveInt | None = None
-    """Tensor parallelism size of the experts; if unset, 1 with ep above 1, else tp."""
+    """Ranks that share each expert's matrices; 1 when not given and ep is above 1 (tp with ep 1)."""
     sequence_parallel: bool = False
-    """Sequence parallelism: TP ranks split activations along the sequence outside attention and MLP."""
+    """Split activations between tensor-parallel ranks along the sequence, outside attention and MLP."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer's state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients over the data-parallel ranks bucket by bucket, overlapped with the backward pass."""
+    """Add gradients up over data-parallel ranks bucket by bucket, while the backward pass goes on."""
     overlap_param_gather: bool = False
-    """Gather updated parameters bucket by bucket, overlapped with the next forward pass."""
+    """Gather updated weights from data-parallel ranks bucket by bucket, while the next forward pass goes on."""
     overlap_bucket_size: PositiveInt | None = None
-    """Parameters per bucket; if unset, the larger of 40 million and 1 million per data-parallel rank."""
+    """Parameters in such a bucket; 40 million, or 1 million for each data-parallel rank if more, when not given."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation in the backward pass: none, attention only (selective), or each layer (full)."""
+    """Activations computed again in the backward pass instead of kept: attention's alone, or each layer's."""
     packing: bool = True
-    """Pack the sequences of a micro-batch end to end; false pads each to the longest one, for comparison."""
+    """Sequences of a micro-batch end to end; false pads each to the longest of them, for comparison."""
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallelism size of the experts, with its default filled in."""
+        """Ranks that share each expert, as in force."""
         if self.etp is not None:
             return self.etp
         return 1 if self.ep > 1 else self.tp
@@ -104,19 +104,19 @@ class ParallelConfig:
 class ActorConfig(ParallelConfig):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     ppo_mini_batch_size: PositiveInt | None = None
-    """Prompts per optimizer step; data.train_batch_size if unset."""
+    """Prompts of one optimizer step; data.train_batch_size when not given."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Maximum sequences per forward pass and rank; unlimited if unset."""
+    """Most sequences in one forward pass of a rank; no such cap when not given."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Maximum tokens per forward pass and rank; a sequence that could be longer is refused before the run starts."""
+    """Most tokens in one forward pass of a rank; longer sequences are an error before the run starts."""
     ppo_epochs: PositiveInt = 1
-    """Optimizer epochs over the rollouts of a step."""
+    """Passes over the rollouts of one step."""
     param_offload: bool = False
-    """Offload the parameters to host memory during generation."""
+    """Keep the weights in host memory while responses are generated."""
     grad_offload: bool = False
-    """Free the gradient buffers during generation (each update starts from zero gradients)."""
+    """Free the gradients' memory while responses are generated (each update starts from zeroed gradients)."""
     optimizer_offload: bool = False
-    """Offload the optimizer state and the float32 master parameters to host memory during generation."""
+    """Keep the optimizer's state and the float32 master weights in host memory while responses are generated."""
     clip_ratio: PositiveFloat = 0.2
     """Clipping range of the policy ratio, used on each side that has no range of its own."""
     clip_ratio_low: PositiveFloat | None = None
@@ -132,21 +132,21 @@ class ActorConfig(ParallelConfig):
     loss_mode: Annotated[str, OneOf(LOSS_MODES)] = "ppo_clip"
     """Policy loss: a name of megatron_rl.algos.losses.LOSSES."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses are averaged into one loss, always over the global mini-batch."""
+    """How token losses become one number; always over the global mini-batch."""
     entropy_coeff: NonNegativeFloat = 0.0
-    """Coefficient of the entropy bonus."""
+    """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
-    """Coefficient of the KL loss."""
+    """Weight of that KL in the loss."""
     kl_loss_type: KlLossType = "k3"
-    """KL estimator of the KL loss (Schulman 2020); abs is |log ratio|. With a +: same value, the KL's own gradient."""
+    """Estimator of that KL (Schulman 2020); abs is |log ratio|. With a +: its value, and the KL's own gradient."""
     kl_loss_importance: bool = False
-    """Multiply the KL loss by the ratio of new to old policy: unbiased after a step's first update (DeepSeek-V3.2)."""
+    """Weight that KL by new / old policy, which keeps it unbiased after a step's first update (DeepSeek-V3.2)."""
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Kinds of memory that are offloaded during generation."""
+        """What leaves the device while responses are generated."""
         return offloaded_kinds(self.param_offload, self.grad_offload, self.optimizer_offload)
 
     @property
@@ -160,4 +160,4 @@ class ActorConfig(ParallelConfig):
 @section
 class RefConfig:
     path: UserPath | None = None
-    """Folder with the weights of the reference model; the initial weights of the actor if unset."""
+    """Folder of the reference model's weights; the actor's starting weights when not given."""

@@ -17,13 +17,13 @@ class ValSamplingConfig:
     n: PositiveInt = 1
     """Samples per validation prompt."""
     temperature: NonNegativeFloat = 0.0
-    """Sampling temperature of validation; 0 is greedy."""
+    """0 is greedy."""
     top_p: PositiveShare = 1.0
-    """Top-p of validation samples."""
+    """Nucleus of validation samples."""
     top_k: int = -1
-    """Top-k of validation samples; -1 disables it."""
+    """Most likely tokens kept in validation; -1 keeps all."""
     pass_score: float = 1.0
-    """Minimum score with which a validation sample counts as passed in pass@k."""
+    """A validation sample counts as passed in pass@k with at least this score."""
 
 
 @section
@@ -33,44 +33,44 @@ class RolloutConfig:
     n: PositiveInt = 8
     """Samples per prompt."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; engine and trainer compute log-probabilities at this temperature."""
+    """Sampling temperature; log-probabilities are taken at it on both sides."""
     top_p: PositiveShare = 1.0
-    """Top-p. Training requires 1: the trainer's probabilities are not renormalised."""
+    """Nucleus; training refuses values below 1: the trainer does not renormalise probabilities as they do."""
     top_k: int = -1
-    """Top-k. Training requires -1 (disabled), for the same reason."""
+    """Most likely tokens kept; -1 keeps all. Training refuses other values, for the same reason."""
     stop: list[str] = Field(default_factory=list)
-    """Stop strings, in addition to the end-of-sequence tokens; one that is a special token of the tokenizer becomes a
-    further stop token."""
+    """Texts that end a response, beside the end-of-sequence tokens; one that is a special token of the tokenizer works
+    as a further end token."""
     tp: PositiveInt = 1
-    """Tensor parallelism (TP) size of one engine."""
+    """Tensor-parallel ranks of one engine."""
     share_weights: bool = True
-    """Let engine parameters share the trainer's memory if both store the same shard in the same layout and precision
-    (vLLM; not with actor.param_offload). The other parameters are copied at each weight sync."""
+    """Make engine parameters the trainer's own memory where both hold the same part in the same order and precision
+    (vLLM; not with actor.param_offload). The others are copied at each sync."""
     weight_sync: Literal["reshard", "full"] = "reshard"
-    """How weights reach the engine: reshard sends only the bytes that the engine of a rank lacks; full gathers whole
-    tensors on every rank, for comparison (no memory is shared then)."""
+    """How weights reach the engine: reshard moves what a rank's engine lacks and nothing else; full gathers every
+    tensor whole on every rank, for comparison (nothing is shared then)."""
     sync_bucket_mb: PositiveInt = 256
-    """Size of the staging buffer for weights sent between ranks, in MiB per rank."""
+    """Staging memory for weights that go from rank to rank, in MiB a rank."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Precision of the engine's parameters; model.dtype if unset."""
+    """Precision of the engine's weights; model.dtype when not given."""
     gpu_memory_utilization: PositiveShare = 0.5
-    """Fraction of GPU memory that the engine may use (vLLM; on CPU kv_cache_gb decides)."""
+    """Share of the GPU's memory that the engine may use (vLLM; on CPU kv_cache_gb decides)."""
     kv_cache_gb: PositiveFloat | None = None
-    """Size of the KV cache in GiB; if unset, 0.25 on CPU, what gpu_memory_utilization leaves on GPU."""
+    """Exact size of the KV cache in GiB; on CPU 0.25 when not given."""
     max_model_len: PositiveInt | None = None
-    """Maximum sequence length of the engine; data.max_prompt_length + data.max_response_length if unset."""
+    """Longest sequence of the engine; data.max_prompt_length + data.max_response_length when not given."""
     max_num_seqs: PositiveInt = 256
-    """Maximum sequences that the engine runs concurrently."""
+    """Most sequences that the engine advances at once."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Maximum tokens per engine step; the engine's default if unset."""
+    """Most tokens in one engine step; the engine's own default when not given."""
     enforce_eager: bool = False
-    """Disable CUDA graphs and compilation (always on CPU)."""
+    """Run without CUDA graphs and compilation (always so on CPU)."""
     free_cache_engine: bool = True
-    """Free the KV cache during training."""
+    """Give the KV cache's memory back while the actor trains."""
     seed_per_sample: bool = True
-    """Use one seed per sample: samples then depend neither on the layout nor on the batch order."""
+    """Give each sample a seed of its own, so that samples depend neither on the layout nor on batch order."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of vLLM's constructor that change only speed and memory (block_size,
+    """Further keywords for vLLM's constructor: those that change speed and memory alone (block_size,
     enable_prefix_caching, enable_expert_parallel, compilation_config, ...); others are refused by name."""
     val: ValSamplingConfig = Field(default_factory=ValSamplingConfig)
     """Sampling of the validation set."""

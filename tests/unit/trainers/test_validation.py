@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.cluster.handles import InProcess
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request
@@ -24,7 +25,7 @@ from megatron_rl.trainers.validation import (
     row_metrics,
     validation_metrics,
 )
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, Samples
+from megatron_rl.types import EngineAnswer, Prompt, Rollout, RolloutGroup, Samples, Texts
 from megatron_rl.workers.engine import EngineWorker
 
 
@@ -117,7 +118,7 @@ class Engines:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def each_engine(self, method: Any, requests: list[list[Request]], sampling: Any) -> list[Samples]:
+    def each_engine(self, method: Any, requests: list[list[Request]], sampling: Any) -> list[EngineAnswer]:
         assert method is EngineWorker.generate
         self.batches.append(sum(map(len, requests)))
 
@@ -126,7 +127,9 @@ class Engines:
             return (request.token_ids[0] * 31 + request.seed + sample) % 5
 
         answers = [[[token(r, i)] for r in engine for i in range(sampling.n)] for engine in requests]
-        return [Samples.from_lists(ids, [[0.0]] * len(ids), ["stop"] * len(ids), 0) for ids in answers]
+        samples = [Samples.from_lists(ids, [[0.0]] * len(ids), ["stop"] * len(ids), 0) for ids in answers]
+        texts = [Texts.of(list(map(str, ids))) for ids in answers]
+        return [EngineAnswer.of(s, InProcess(s), InProcess(t)) for s, t in zip(samples, texts, strict=True)]
 
 
 @pytest.mark.parametrize(("size", "batches"), [(None, [7]), (7, [7]), (3, [3, 3, 1]), (1, [1] * 7), (100, [7])])
@@ -149,7 +152,6 @@ def test_each_row_is_validated_once_whatever_the_batch_size(size: int | None, ba
     trainer.val_set = SimpleNamespace(prompts=prompts)  # type: ignore[assignment]
     trainer.workers, trainer.version = SimpleNamespace(engines=engines), 0  # type: ignore[assignment]
     trainer.stop_ids, trainer.stop_texts = (0,), ()
-    trainer.renderer = SimpleNamespace(response_text=lambda ids, stop_ids: str(ids))  # type: ignore[assignment]
     trainer.reward = reward  # type: ignore[method-assign]
     metrics = trainer.validate(5)
     assert (engines.batches, seen) == (batches, [0, 2, 4, 6, 8, 10, 12])
