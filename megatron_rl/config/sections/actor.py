@@ -29,25 +29,25 @@ class OptimConfig:
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the rate rises linearly from 0."""
+    """Optimizer steps of linear warm-up from 0."""
     lr_warmup_steps_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """The same as a share of the run's optimizer steps; read where lr_warmup_steps is 0."""
+    """Warm-up as a fraction of the run's optimizer steps; used if lr_warmup_steps is 0."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after the warm-up, down to lr * min_lr_ratio at the run's last step (or at lr_decay_steps)."""
+    """Learning rate decay after the warm-up, to lr * min_lr_ratio at the last step (or at lr_decay_steps)."""
     lr_decay_steps: PositiveInt | None = None
-    """Optimizer steps at which the decay ends; the whole run when not given."""
+    """Optimizer step at which the decay ends; the last step of the run if unset."""
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Last rate as a share of lr."""
+    """Final learning rate as a fraction of lr."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay; applied to matrices only, not to biases and norms."""
     adam_beta1: Beta = 0.9
-    """Decay of AdamW's mean of gradients."""
+    """AdamW's beta1: decay rate of the first moment."""
     adam_beta2: Beta = 0.999
-    """Decay of AdamW's mean of squared gradients."""
+    """AdamW's beta2: decay rate of the second moment."""
     adam_eps: PositiveFloat = 1e-8
-    """Added to the root of the squared mean in AdamW."""
+    """AdamW's epsilon, added to the denominator."""
     grad_clip: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 disables clipping."""
 
     def warmup_steps(self, total_steps: int) -> int:
         """Optimizer steps of the warm-up in a run of `total_steps`."""
@@ -57,39 +57,39 @@ class OptimConfig:
 @section
 class ParallelConfig:
     tp: PositiveInt = 1
-    """Tensor-parallel ranks."""
+    """Tensor parallelism (TP) size."""
     pp: PositiveInt = 1
-    """Pipeline stages."""
+    """Pipeline parallelism (PP) size: number of stages."""
     vpp: PositiveInt = 1
-    """Model chunks per pipeline stage (interleaved schedule)."""
+    """Model chunks per pipeline stage (interleaved schedule, virtual pipeline)."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first stage; an even share when not given."""
+    """Number of layers in the first pipeline stage; an equal share if unset."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last stage; an even share when not given."""
+    """Number of layers in the last pipeline stage; an equal share if unset."""
     cp: PositiveInt = 1
-    """Context-parallel ranks."""
+    """Context parallelism (CP) size: ranks that split each sequence."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks: each holds 1 / ep of every layer's experts. Taken from the ranks of tp, cp and dp."""
+    """Expert parallelism (EP) size: a rank holds 1 / ep of the experts of a layer. Uses the ranks of tp, cp, dp."""
     etp: PositiveInt | None = None
-    """Ranks that share each expert's matrices; 1 when not given and ep is above 1 (tp with ep 1)."""
+    """Tensor parallelism size of the experts; if unset, 1 with ep above 1, else tp."""
     sequence_parallel: bool = False
-    """Split activations between tensor-parallel ranks along the sequence, outside attention and MLP."""
+    """Sequence parallelism: TP ranks split activations along the sequence outside attention and MLP."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer's state over data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Add gradients up over data-parallel ranks bucket by bucket, while the backward pass goes on."""
+    """Reduce gradients over the data-parallel ranks bucket by bucket, overlapped with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated weights from data-parallel ranks bucket by bucket, while the next forward pass goes on."""
+    """Gather updated parameters bucket by bucket, overlapped with the next forward pass."""
     overlap_bucket_size: PositiveInt | None = None
-    """Parameters in such a bucket; 40 million, or 1 million for each data-parallel rank if more, when not given."""
+    """Parameters per bucket; if unset, the larger of 40 million and 1 million per data-parallel rank."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass instead of kept: attention's alone, or each layer's."""
+    """Activation recomputation in the backward pass: none, attention only (selective), or each layer (full)."""
     packing: bool = True
-    """Sequences of a micro-batch end to end; false pads each to the longest of them, for comparison."""
+    """Pack the sequences of a micro-batch end to end; false pads each to the longest one, for comparison."""
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share each expert, as in force."""
+        """Tensor parallelism size of the experts, with its default filled in."""
         if self.etp is not None:
             return self.etp
         return 1 if self.ep > 1 else self.tp
@@ -104,19 +104,19 @@ class ParallelConfig:
 class ActorConfig(ParallelConfig):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     ppo_mini_batch_size: PositiveInt | None = None
-    """Prompts of one optimizer step; data.train_batch_size when not given."""
+    """Prompts per optimizer step; data.train_batch_size if unset."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Most sequences in one forward pass of a rank; no such cap when not given."""
+    """Maximum sequences per forward pass and rank; unlimited if unset."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Most tokens in one forward pass of a rank; longer sequences are an error before the run starts."""
+    """Maximum tokens per forward pass and rank; a sequence that could be longer is refused before the run starts."""
     ppo_epochs: PositiveInt = 1
-    """Passes over the rollouts of one step."""
+    """Optimizer epochs over the rollouts of a step."""
     param_offload: bool = False
-    """Keep the weights in host memory while responses are generated."""
+    """Offload the parameters to host memory during generation."""
     grad_offload: bool = False
-    """Free the gradients' memory while responses are generated (each update starts from zeroed gradients)."""
+    """Free the gradient buffers during generation (each update starts from zero gradients)."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state and the float32 master weights in host memory while responses are generated."""
+    """Offload the optimizer state and the float32 master parameters to host memory during generation."""
     clip_ratio: PositiveFloat = 0.2
     """Clipping range of the policy ratio, used on each side that has no range of its own."""
     clip_ratio_low: PositiveFloat | None = None
@@ -132,21 +132,21 @@ class ActorConfig(ParallelConfig):
     loss_mode: Annotated[str, OneOf(LOSS_MODES)] = "ppo_clip"
     """Policy loss: a name of megatron_rl.algos.losses.LOSSES."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number; always over the global mini-batch."""
+    """How token losses are averaged into one loss, always over the global mini-batch."""
     entropy_coeff: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
-    """Weight of that KL in the loss."""
+    """Coefficient of the KL loss."""
     kl_loss_type: KlLossType = "k3"
-    """Estimator of that KL (Schulman 2020); abs is |log ratio|. With a +: its value, and the KL's own gradient."""
+    """KL estimator of the KL loss (Schulman 2020); abs is |log ratio|. With a +: same value, the KL's own gradient."""
     kl_loss_importance: bool = False
-    """Weight that KL by new / old policy, which keeps it unbiased after a step's first update (DeepSeek-V3.2)."""
+    """Multiply the KL loss by the ratio of new to old policy: unbiased after a step's first update (DeepSeek-V3.2)."""
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """What leaves the device while responses are generated."""
+        """Kinds of memory that are offloaded during generation."""
         return offloaded_kinds(self.param_offload, self.grad_offload, self.optimizer_offload)
 
     @property
@@ -160,4 +160,4 @@ class ActorConfig(ParallelConfig):
 @section
 class RefConfig:
     path: UserPath | None = None
-    """Folder of the reference model's weights; the actor's starting weights when not given."""
+    """Folder with the weights of the reference model; the initial weights of the actor if unset."""

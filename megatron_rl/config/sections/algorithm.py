@@ -18,67 +18,68 @@ from megatron_rl.settings import Share
 @section
 class KlCtrlConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Weight of the KL in the reward: constant, or moved after each step towards target_kl (Ziegler et al. 2019)."""
+    """Coefficient of the KL in the reward: fixed, or adapted after each step to target_kl (Ziegler et al. 2019)."""
     kl_coef: NonNegativeFloat = 0.001
-    """That weight, or the one that an adaptive run starts with."""
+    """The coefficient; with type adaptive its initial value."""
     target_kl: PositiveFloat = 0.1
-    """KL per token that the adaptive weight aims at (estimator: kl_penalty)."""
+    """Target KL per token of the adaptive coefficient (estimator: kl_penalty)."""
     horizon: PositiveInt = 10000
-    """Sequences over which the adaptive weight reacts: a step moves it by at most 20 % * (its sequences / horizon)."""
+    """Horizon of the adaptive coefficient, in sequences: a step changes it by at most 20 % * sequences / horizon."""
 
 
 @section
 class OverlongBufferConfig:
     enable: bool = False
-    """Soft penalty on responses that end near the length limit (DAPO), on the scores of training."""
+    """Subtract a penalty from the training reward of responses that end near the length limit (DAPO)."""
     len: PositiveInt = 4096
-    """Tokens before data.max_response_length over which the penalty grows from 0."""
+    """Tokens before data.max_response_length over which the penalty grows linearly from 0."""
     penalty_factor: NonNegativeFloat = 1.0
-    """The penalty at the limit."""
+    """Penalty at the length limit."""
 
 
 @section
 class FilterGroupsConfig:
     enable: bool = False
-    """Sample further prompts in place of groups whose samples all score the same (DAPO's dynamic sampling)."""
+    """Dynamic sampling (DAPO): replace groups whose samples all have the same reward by groups of further prompts."""
     metric: str = "score"
-    """What must differ within a group: score or acc (the reward's value), seq_reward (with overlong_buffer's penalty),
-    or a field of the reward's dict."""
+    """The value that must differ within a group: score or acc (the reward), seq_reward (the reward with the penalty of
+    overlong_buffer), or a field of the reward's dict."""
     max_num_gen_batches: PositiveInt = 10
-    """Most batches of data.train_batch_size prompts that one step samples; a step that still lacks groups then trains
-    on those it has."""
+    """Maximum batches of data.train_batch_size prompts sampled per step; if groups are still missing, the step
+    trains on those it has."""
 
 
 @section
 class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence", "icepop"] | None = None
-    """Weight of each token's policy loss by trainer / engine probability of the sample: of the token, cut at the
-    threshold (token TIS); of its sequence (sequence TIS); or of the token, and 0 outside both thresholds (IcePop)."""
+    """Importance weight of each token's policy loss, the ratio of trainer to engine probability: of the token,
+    truncated at the threshold (token TIS); of its sequence (sequence TIS); or of the token, and 0 outside
+    the two thresholds (IcePop)."""
     rollout_is_threshold: PositiveFloat = 2.0
-    """Largest weight (IcePop: a larger ratio gets weight 0)."""
+    """Maximum importance weight (IcePop: a larger ratio gets weight 0)."""
     rollout_is_threshold_lower: PositiveFloat = 0.5
-    """Smallest ratio that IcePop lets pass."""
+    """Minimum ratio of IcePop: a smaller ratio gets weight 0."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
-    """Leave out of the loss what the engine and the trainer disagree about: tokens, or sequences by the product or
-    the geometric mean of their ratios."""
+    """Rejection: mask tokens, or sequences by the product or the geometric mean of their ratios, if that ratio
+    is outside the thresholds."""
     rollout_rs_threshold: PositiveFloat = 2.0
-    """Largest ratio that is kept."""
+    """Maximum ratio that rollout_rs keeps."""
     rollout_rs_threshold_lower: PositiveFloat | None = None
-    """Smallest ratio that is kept; 1 / rollout_rs_threshold when not given."""
+    """Minimum ratio that rollout_rs keeps; 1 / rollout_rs_threshold if unset."""
     rollout_token_veto_threshold: PositiveFloat | None = None
-    """A sequence with any token whose ratio is below this is left out (1e-4 is usual)."""
+    """Mask a sequence if the ratio of any of its tokens is below this (1e-4 is usual)."""
     bypass_mode: bool = False
-    """Take the engine's log-probabilities as the old policy's: no forward pass for them, and the loss's own ratio
-    covers mismatch and staleness."""
+    """Use the engine's log-probabilities as those of the old policy: saves a forward pass, and the ratio of the loss
+    covers both mismatch and staleness."""
 
     @property
     def measures_ratio(self) -> bool:
-        """Trainer / engine ratios are needed before the update."""
+        """The ratio of trainer to engine probabilities is needed before the update."""
         return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold)
 
     @property
     def rejects_below(self) -> float:
-        """Smallest ratio that rollout_rs keeps, as in force."""
+        """Minimum ratio that rollout_rs keeps, with its default filled in."""
         low = self.rollout_rs_threshold_lower
         return 1.0 / self.rollout_rs_threshold if low is None else low
 
@@ -86,7 +87,7 @@ class RolloutCorrectionConfig:
 @section
 class AlgorithmConfig:
     name: AlgorithmName = "grpo"
-    """The trainer that runs: one file of megatron_rl.trainers each."""
+    """Training algorithm; each is one file of megatron_rl/trainers."""
     adv_estimator: Annotated[str, OneOf(tuple(ESTIMATORS))] = "grpo"
     """Advantage estimator: a name of megatron_rl.algos.estimators.ESTIMATORS."""
     norm_adv_by_std_in_grpo: bool = True
@@ -95,9 +96,9 @@ class AlgorithmConfig:
     """Subtract kl_ctrl.kl_coef * KL(policy, reference) from the reward."""
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
     kl_penalty: KlType = "k1"
-    """Estimator of the KL in the reward."""
+    """KL estimator of the KL in the reward."""
     drop_flat_groups: bool = False
-    """Leave groups whose samples all score the same out of the update (no advantage); counted and shown."""
+    """Leave groups whose samples all have the same reward out of the update (advantage 0); they are counted."""
     gamma: Share = 1.0
     """Discount of later rewards: of GAE, REINFORCE++ and ReMax."""
     lam: Share = 1.0
@@ -109,15 +110,15 @@ class AlgorithmConfig:
     lam_length_alpha: PositiveFloat | None = None
     """Length-adaptive lambda of the policy's advantages, 1 - 1 / (alpha * length) (VAPO: 0.05), in place of lam."""
     overlong_filtering: bool = False
-    """Leave responses that hit the length limit out of the loss (DAPO); their scores still count in the group."""
+    """Mask responses that hit the length limit in the loss (DAPO); their rewards still count in their group."""
     overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
     max_mismatch: PositiveFloat | None = 0.2
-    """Largest mean over sampled tokens of |log p of the engine - log p of the trainer|, in nats: a step above it warns,
-    and max_mismatch_steps of them in a row end the run. null turns it off. Both compute with the same weights: 1e-6 is
+    """Maximum mean |log p of the engine - log p of the trainer| over sampled tokens, in nats. A step above it warns;
+    max_mismatch_steps of them in a row end the run; null disables the check. Both use the same weights: 1e-6 is
     usual in float32, 0.002 to 0.05 in bfloat16."""
     max_mismatch_steps: PositiveInt = 3
-    """Steps in a row above max_mismatch that end the run."""
+    """Consecutive steps above max_mismatch that end the run."""
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
 
     @property

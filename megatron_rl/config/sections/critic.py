@@ -19,43 +19,43 @@ class CriticOptimConfig(OptimConfig):
 @section
 class CriticConfig:
     enable: bool = False
-    """Train a value model (algorithm.name ppo)."""
+    """Train a critic, a value model (algorithm.name ppo)."""
     path: UserPath | None = None
-    """Folder the critic starts from: a language model (its value head is new and starts at 0), or a sequence or token
-    classifier with one label (its score head is the value head); model.path when not given."""
+    """Folder with the initial weights of the critic: a language model (its value head is new and starts at 0), or a
+    sequence or token classifier with one label (its score head is the value head); model.path if unset."""
     share_backbone: bool = False
-    """One transformer for actor and critic, a head each, one forward pass for both; loss = policy + vf_coef * value."""
+    """Actor and critic share one transformer with two heads and one forward pass; loss = policy + vf_coef * value."""
     vf_coef: PositiveFloat = 0.5
-    """Weight of the value loss with share_backbone."""
+    """Coefficient of the value loss with share_backbone."""
     optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)
     ppo_mini_batch_size: PositiveInt | None = None
-    """Prompts of one optimizer step; the actor's when not given."""
+    """Prompts per optimizer step; as the actor if unset."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Most sequences in one forward pass of a rank; the actor's when not given."""
+    """Maximum sequences per forward pass and rank; as the actor if unset."""
     max_tokens_per_gpu: PositiveInt | None = None
-    """Most tokens in one forward pass of a rank; the actor's when not given."""
+    """Maximum tokens per forward pass and rank; as the actor if unset."""
     ppo_epochs: PositiveInt | None = None
-    """Passes over the rollouts of one step; the actor's when not given."""
+    """Optimizer epochs over the rollouts of a step; as the actor if unset."""
     cliprange_value: NonNegativeFloat = 0.5
-    """The new value counts as at most this far from the one that the returns were made with; 0 turns clipping off."""
+    """Clip range of the new value around the value that the returns were computed with; 0 disables clipping."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number; always over the global mini-batch."""
+    """How token losses are averaged into one loss, always over the global mini-batch."""
     tp: PositiveInt | None = None
-    """Tensor-parallel ranks; the actor's when not given."""
+    """Tensor parallelism (TP) size; must be the actor's, which it is if unset."""
     pp: PositiveInt | None = None
-    """Pipeline stages; the actor's when not given."""
+    """Pipeline parallelism (PP) size; must be the actor's, which it is if unset."""
     cp: PositiveInt | None = None
-    """Context-parallel ranks; the actor's when not given."""
+    """Context parallelism (CP) size; must be the actor's, which it is if unset."""
     sequence_parallel: bool | None = None
-    """Split activations between tensor-parallel ranks along the sequence; the actor's choice when not given."""
+    """Sequence parallelism; must be the actor's, which it is if unset."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activations computed again in the backward pass instead of kept; the actor's choice when not given."""
+    """Activation recomputation in the backward pass; as the actor if unset."""
     param_offload: bool = False
-    """Keep the critic's weights in host memory outside its own passes."""
+    """Offload the critic's parameters to host memory outside its own passes."""
     grad_offload: bool = False
-    """Free the critic's gradients outside its own passes."""
+    """Free the critic's gradient buffers outside its own passes."""
     optimizer_offload: bool = False
-    """Keep the critic's optimizer state and float32 master weights in host memory outside its own passes."""
+    """Offload the critic's optimizer state and float32 master parameters to host memory outside its own passes."""
 
     @property
     def offloaded(self) -> tuple[str, ...]:

@@ -31,50 +31,49 @@ class DataConfig:
     """Files of the training set: .parquet, .arrow, .jsonl, .json, .csv (the last three also as .gz), folders of
     datasets.save_to_disk, or patterns (data/*.parquet); one path or a list. eval and export do not read them."""
     mix_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """data_source: weight. Each source's share of the training items is its weight over their sum; empty: every
-    row once an epoch."""
+    """Sampling weights of the data sources, {data_source: weight}: each source's fraction of the training rows is its
+    weight over their sum. Empty: every row once per epoch."""
     val_files: FileList = Field(default_factory=list)
-    """Files of the validation set, of the same kinds; empty: no validation."""
+    """Files of the validation set, of the same kinds; no validation if empty."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a list of chat messages, or a string. As in all names of columns, dots lead
-    into mappings (extra_info.question)."""
+    """Column of the prompt: a list of chat messages, or a string. In all column names, dots address
+    nested fields (extra_info.question)."""
     string_prompt: Literal["verbatim", "user"] = "verbatim"
-    """What a prompt that is a string is: the text that the model is given, or a user message for the template."""
+    """How to read a prompt that is a string: as the text given to the model, or as a user message for the template."""
     label_key: str | None = None
-    """Column of the ground truth (dots lead into mappings: reward_model.ground_truth). When not given: that one,
-    else ground_truth, answer or label."""
+    """Column of the ground truth; if unset, the first of reward_model.ground_truth, ground_truth, answer and label."""
     metadata_key: str | None = None
-    """Column of the mapping that the reward gets as extra_info; when not given: extra_info, else metadata."""
+    """Column of the mapping passed to the reward as extra_info; if unset, extra_info, else metadata."""
     data_source_key: str = "data_source"
-    """Column of the row's data source, for rewards, mixing and metrics (metadata.source_name, say); rows without
-    it belong to a source named like their file."""
+    """Column of the row's data source, for rewards, mixing and metrics (for instance metadata.source_name); rows
+    without it belong to a source named after their file."""
     response_key: str = "response"
-    """Column of the response (SFT rows that hold prompt and response)."""
+    """Column of the response (SFT rows with prompt and response)."""
     messages_key: str = "messages"
-    """Column of the conversation (SFT rows that hold chat messages)."""
+    """Column of the conversation (SFT rows with chat messages)."""
     tools_key: str = "tools"
-    """Column of the tools that the chat template is given: a list of mappings, or JSON text; else metadata.tools."""
+    """Column of the tools passed to the chat template: a list of mappings, or JSON text; else metadata.tools."""
     enable_thinking_key: str = "enable_thinking"
-    """Column of the template's keyword enable_thinking; further keywords stand in the column chat_template_kwargs."""
+    """Column of the template's keyword enable_thinking; further keywords come from the column chat_template_kwargs."""
     max_prompt_length: PositiveInt = 512
-    """Longest prompt, in tokens."""
+    """Maximum prompt length, in tokens."""
     max_response_length: PositiveInt = 512
-    """Longest response, in tokens: generation stops there; SFT rows may have max_prompt_length + this."""
+    """Maximum response length, in tokens, at which generation stops; SFT rows may have max_prompt_length + this."""
     train_batch_size: PositiveInt = 64
-    """Prompts of one RL step; sequences of one SFT step."""
+    """Prompts per RL step; sequences per SFT step."""
     val_batch_size: PositiveInt | None = None
-    """Validation rows that are sampled and scored at once, to bound memory; all (SFT: train_batch_size) when not
-    given. The metrics do not depend on it."""
+    """Validation rows that are sampled and scored at once, to bound memory; if unset, all (SFT: train_batch_size).
+    The metrics do not depend on it."""
     overlong_prompts: Literal["error", "filter", "truncate"] = "error"
-    """What to do with rows that are too long; filtered and truncated rows are counted and shown."""
+    """What to do with rows that are too long; filtered and truncated rows are counted."""
     shuffle: bool = True
-    """Visit the training rows in a new random order each epoch (drawn from trainer.seed)."""
+    """Shuffle the training rows in each epoch (seed: trainer.seed)."""
     chat_template: Literal["tokenizer", "plain"] = "tokenizer"
-    """How messages become text: the tokenizer's chat template, or their contents with nothing between."""
+    """How messages become text: by the tokenizer's chat template, or as their concatenated contents."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra keywords for the tokenizer's chat template (for instance enable_thinking); a row's own come first."""
+    """Extra keywords for the chat template (for instance enable_thinking); those of a row take precedence."""
     num_workers: PositiveInt = 1
-    """Processes that render and tokenize the rows; 1 does it in the controller."""
+    """Processes that render and tokenize the rows; 1 uses the controller itself."""
     cache_dir: UserPath | None = None
-    """Folder that keeps tokenized rows for later runs; used again only where rows, tokenizer, template and code are
-    the same. None keeps nothing."""
+    """Folder for a cache of tokenized rows; reused only if rows, tokenizer, template and code are the
+    same. No cache if unset."""

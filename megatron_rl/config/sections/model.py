@@ -10,13 +10,13 @@ from megatron_rl.config.sections.base import UserPath, section
 @section
 class ModelConfig:
     path: UserPath
-    """Folder with a Hugging Face config.json (and, with init=pretrained, safetensors)."""
+    """Folder of the model in Hugging Face format: config.json and, with init=pretrained, safetensors."""
     tokenizer_path: UserPath | None = None
-    """Folder with tokenizer.json; the model's folder when not given."""
+    """Folder with tokenizer.json; model.path if unset."""
     eos_token: str | None = None
     """Token that ends a response, in place of the tokenizer's end token (a base model's chat template may end its turns
     with another); the saved model's tokenizer and configs name it too."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """pretrained reads the weights in `path`; random draws them from trainer.seed, equal for every layout."""
+    """pretrained reads the weights from `path`; random draws them from trainer.seed, the same for every layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the trained weights; bfloat16 keeps float32 masters in the optimizer."""
+    """Precision of the trained parameters; with bfloat16 the optimizer keeps float32 master parameters."""

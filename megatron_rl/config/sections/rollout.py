@@ -17,13 +17,13 @@ class ValSamplingConfig:
     n: PositiveInt = 1
     """Samples per validation prompt."""
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
+    """Sampling temperature of validation; 0 is greedy."""
     top_p: PositiveShare = 1.0
-    """Nucleus of validation samples."""
+    """Top-p of validation samples."""
     top_k: int = -1
-    """Most likely tokens kept in validation; -1 keeps all."""
+    """Top-k of validation samples; -1 disables it."""
     pass_score: float = 1.0
-    """A validation sample counts as passed in pass@k with at least this score."""
+    """Minimum score with which a validation sample counts as passed in pass@k."""
 
 
 @section
@@ -33,44 +33,44 @@ class RolloutConfig:
     n: PositiveInt = 8
     """Samples per prompt."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; log-probabilities are taken at it on both sides."""
+    """Sampling temperature; engine and trainer compute log-probabilities at this temperature."""
     top_p: PositiveShare = 1.0
-    """Nucleus; training refuses values below 1: the trainer does not renormalise probabilities as they do."""
+    """Top-p. Training requires 1: the trainer's probabilities are not renormalised."""
     top_k: int = -1
-    """Most likely tokens kept; -1 keeps all. Training refuses other values, for the same reason."""
+    """Top-k. Training requires -1 (disabled), for the same reason."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, beside the end-of-sequence tokens; one that is a special token of the tokenizer works
-    as a further end token."""
+    """Stop strings, in addition to the end-of-sequence tokens; one that is a special token of the tokenizer becomes a
+    further stop token."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks of one engine."""
+    """Tensor parallelism (TP) size of one engine."""
     share_weights: bool = True
-    """Make engine parameters the trainer's own memory where both hold the same part in the same order and precision
-    (vLLM; not with actor.param_offload). The others are copied at each sync."""
+    """Let engine parameters share the trainer's memory if both store the same shard in the same layout and precision
+    (vLLM; not with actor.param_offload). The other parameters are copied at each weight sync."""
     weight_sync: Literal["reshard", "full"] = "reshard"
-    """How weights reach the engine: reshard moves what a rank's engine lacks and nothing else; full gathers every
-    tensor whole on every rank, for comparison (nothing is shared then)."""
+    """How weights reach the engine: reshard sends only the bytes that the engine of a rank lacks; full gathers whole
+    tensors on every rank, for comparison (no memory is shared then)."""
     sync_bucket_mb: PositiveInt = 256
-    """Staging memory for weights that go from rank to rank, in MiB a rank."""
+    """Size of the staging buffer for weights sent between ranks, in MiB per rank."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Precision of the engine's weights; model.dtype when not given."""
+    """Precision of the engine's parameters; model.dtype if unset."""
     gpu_memory_utilization: PositiveShare = 0.5
-    """Share of the GPU's memory that the engine may use (vLLM; on CPU kv_cache_gb decides)."""
+    """Fraction of GPU memory that the engine may use (vLLM; on CPU kv_cache_gb decides)."""
     kv_cache_gb: PositiveFloat | None = None
-    """Exact size of the KV cache in GiB; on CPU 0.25 when not given."""
+    """Size of the KV cache in GiB; if unset, 0.25 on CPU, what gpu_memory_utilization leaves on GPU."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence of the engine; data.max_prompt_length + data.max_response_length when not given."""
+    """Maximum sequence length of the engine; data.max_prompt_length + data.max_response_length if unset."""
     max_num_seqs: PositiveInt = 256
-    """Most sequences that the engine advances at once."""
+    """Maximum sequences that the engine runs concurrently."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens in one engine step; the engine's own default when not given."""
+    """Maximum tokens per engine step; the engine's default if unset."""
     enforce_eager: bool = False
-    """Run without CUDA graphs and compilation (always so on CPU)."""
+    """Disable CUDA graphs and compilation (always on CPU)."""
     free_cache_engine: bool = True
-    """Give the KV cache's memory back while the actor trains."""
+    """Free the KV cache during training."""
     seed_per_sample: bool = True
-    """Give each sample a seed of its own, so that samples depend neither on the layout nor on batch order."""
+    """Use one seed per sample: samples then depend neither on the layout nor on the batch order."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keywords for vLLM's constructor: those that change speed and memory alone (block_size,
+    """Further keyword arguments of vLLM's constructor that change only speed and memory (block_size,
     enable_prefix_caching, enable_expert_parallel, compilation_config, ...); others are refused by name."""
     val: ValSamplingConfig = Field(default_factory=ValSamplingConfig)
     """Sampling of the validation set."""

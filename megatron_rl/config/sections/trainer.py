@@ -15,22 +15,22 @@ Sink = Literal["console", "tensorboard", "wandb", "mlflow"]
 @section
 class TrainerConfig:
     total_epochs: PositiveInt = 1
-    """Passes over the training files."""
+    """Epochs over the training files."""
     total_training_steps: PositiveInt | None = None
-    """Steps of the run, whatever the epochs; derived from total_epochs when not given."""
+    """Training steps of the run, whatever the epochs; derived from total_epochs if unset."""
     critic_warmup: NonNegativeInt = 0
-    """First steps of a PPO run in which the critic alone is updated."""
+    """Initial steps of a PPO run in which only the critic is updated."""
     target_loss: PositiveFloat | None = None
-    """SFT stops once the running mean (0.9) of the training loss is below this."""
+    """SFT stops once the moving average (decay 0.9) of the training loss is below this."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is not finite: end the run, or pass over the mini-batch and count it. Either way weights,
-    optimizer and learning-rate schedule stay as they were before it."""
+    """What to do if a loss or gradient is not finite: stop the run, or skip the mini-batch and count it. In both cases
+    parameters, optimizer and learning-rate schedule stay as they were."""
     max_nonfinite_skips: NonNegativeInt = 10
-    """Mini-batches that a run may pass over with on_nonfinite skip, over all its steps; one more ends it."""
+    """Maximum mini-batches that a run may skip with on_nonfinite skip; one more ends it."""
     seed: NonNegativeInt = 0
-    """Seed of weights drawn at random, data order and sampling."""
+    """Seed of random weights, data order and sampling."""
     save_freq: Frequency = -1
-    """Steps between saves; -1 saves at the end only, 0 never."""
+    """Steps between saves of the model; -1 saves at the end only, 0 never."""
     test_freq: Frequency = -1
     """Steps between validations; -1 validates at the end only (SFT: each epoch), 0 never."""
     val_before_train: bool = True
@@ -38,14 +38,14 @@ class TrainerConfig:
     default_local_dir: UserPath = "runs"
     """Folder of all runs; this one's is default_local_dir/experiment_name."""
     project_name: str = "megatron_rl"
-    """Project that sinks such as wandb file the run under."""
+    """Project name for loggers such as wandb."""
     experiment_name: str = "run"
     """Name of the run and of its folder."""
     overwrite: Literal["refuse", "replace", "number"] = "refuse"
-    """Where the run's folder holds a run already: refuse to start; replace its files, when the first step starts, and
-    no others; or number the new run (name-2, name-3 ...)."""
+    """If the run's folder holds a run already: refuse to start; replace that run's files once the first step starts; or
+    number the new run (name-2, name-3 ...)."""
     logger: Annotated[list[Sink], OneOrMany] = Field(default_factory=lambda: ["console"])
-    """Sinks beside metrics.jsonl, which is always written."""
+    """Loggers in addition to metrics.jsonl, which is always written."""
     num_logged_rollouts: NonNegativeInt = 4
     """Sample rollouts written to rollouts.jsonl each step."""
 

@@ -221,7 +221,7 @@ def test_what_is_required_and_missing_is_named_with_its_meaning() -> None:
         load_config([], [])
     found = {fault.key: fault for fault in caught.value.faults}
     assert set(found) == {"model.path", "data.train_files"}
-    assert "Folder with a Hugging Face config.json" in found["model.path"].cure
+    assert "Folder of the model in Hugging Face format" in found["model.path"].cure
 
 
 def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
