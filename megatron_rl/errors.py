@@ -1,8 +1,15 @@
-"""Every error that megatron_rl raises on purpose. Imports nothing heavy: `megatron-rl check` loads this on
-a login node.
+"""Every error that megatron_rl raises on purpose. `megatron-rl check` loads this on a login node: import nothing heavy.
 
-Each message names the thing at fault (a key, or a file and row), its value, the reason and the cure. All classes
-survive pickling, so an error in a Ray worker reaches the controller as itself.
+Adding an error:
+
+- First see whether a class below fits. A class says who is at fault (data, weights, an engine, a reward, ...), not
+  where it was noticed. A new one is for a new party, or for a caller that must catch this one alone.
+- Derive from MegatronRLError, and from the built-in error that a reader would expect (ValueError, RuntimeError, ...).
+- The message names the thing at fault (a key, or a file and row), its value, the reason and the cure:
+  "actor.vpp: 2 -- <reason> -- set actor.vpp=1". Collect all faults and raise once, before work starts.
+- It must survive pickling, so that an error in a Ray worker reaches the controller as itself: hand every argument of
+  __init__ on to super().__init__ (tests/unit/test_errors.py tries each class).
+- Raise it. Nothing catches an error and goes on: tests/house refuses a broad `except` that does.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
@@ -126,3 +128,32 @@ def test_the_quick_start_refuses_what_it_cannot_honour_before_any_work(argument:
     done = bash(ROOT / "launch/quickstart.sh", argument)
     assert done.returncode == 2
     assert argument in done.stderr
+
+
+def test_the_slowest_tests_are_kept_and_are_tests_that_exist():
+    script = (ROOT / "launch/test.sh").read_text(encoding="utf-8")
+    assert "--durations-file tests/durations.txt" in script
+    lines = (ROOT / "tests/durations.txt").read_text(encoding="utf-8").splitlines()
+    assert 0 < len(lines) <= 25
+    names = [line.split(" s  ")[1].partition("[")[0].split("::") for line in lines]
+    gone = [f"{file}::{test}" for file, test in names if f"def {test}(" not in text_of(file)]
+    assert not gone, f"run launch/test.sh to record them anew: {gone}"
+
+
+def text_of(file: str) -> str:
+    path = ROOT / file
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def test_the_commit_hooks_are_local_and_use_this_environments_tools():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert [repo["repo"] for repo in config["repos"]] == ["local"]
+    hooks = config["repos"][0]["hooks"]
+    assert [hook["id"] for hook in hooks] == ["ruff", "ruff-format", "lint-imports"]
+    for hook in hooks:
+        program, *arguments = hook["entry"].split()
+        assert hook["language"] == "system"
+        assert program.startswith(".venv/bin/")
+        tool = Path(sys.executable).with_name(Path(program).name)
+        done = subprocess.run([tool, *arguments, "--help"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
