@@ -27,13 +27,15 @@ import torch
 
 from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.data.batching import BatchPlan, plan_batches, sequence_cost
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.rules import num_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import TrainBatch
 
 LONGEST = 8192
 MEDIAN_LOG, SIGMA = 6.0, 1.0
 _COMMON = {
-    "architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "qkv_bias": True, "rms_norm_eps": 1e-6,
+    "architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
     "rope_theta": 1e6, "max_position_embeddings": 32768, "initializer_range": 0.02, "head_dim": 64,
 }  # fmt: skip
 SHAPES = {
@@ -101,7 +103,8 @@ def throughput(device: str, count: int, max_tokens: int, repeats: int) -> None:
         "padded": (False, in_order(lens, range(count), max_tokens)),
     }
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name}, {dtype}, {shape.num_parameters() / 1e6:.0f} M parameters, {count} sequences of {min(lens)} to")
+    size = num_parameters(shape, FAMILIES[shape.architecture]) / 1e6
+    print(f"{name}, {dtype}, {size:.0f} M parameters, {count} sequences of {min(lens)} to")
     print(f"{max(lens)} tokens (median {statistics.median(lens):.0f}), at most {max_tokens} tokens a micro-batch")
     print(
         f"{'':<16}{'micro-batches':>14}{'real tokens':>13}{'computed':>12}{'s a step':>10}{'tokens/s':>11}{'loss':>10}"

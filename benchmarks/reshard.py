@@ -35,12 +35,12 @@ import torch.distributed as dist
 
 from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.rules import LocalParam, megatron_params
+from megatron_rl.models.rules import LocalParam, megatron_params, num_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.plan import Shard, make_plan
 from megatron_rl.reshard.planning.cost import Trainers, colocated_layout
-from megatron_rl.reshard.planning.tables import FamilyTable
+from megatron_rl.reshard.planning.tables import ModelTable
 from megatron_rl.reshard.shards import engine_shards, trainer_shards
 
 DTYPE = torch.bfloat16
@@ -103,7 +103,6 @@ def model_shape(hidden: int, layers: int) -> ModelShape:
         ffn_size=hidden * 4,
         vocab_size=16384,
         tie_word_embeddings=False,
-        qkv_bias=True,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
         max_position_embeddings=512,
@@ -306,7 +305,7 @@ def _engine_shards(case: Case, shape: ModelShape) -> list[Shard]:
     """What each rank of the engines needs, on the ranks that runs choose: where the trainer's shards cover most."""
     actor, family = ActorConfig(**case.layout), FAMILIES[shape.architecture]
     trainers = Trainers(topology_of(actor, case.world), actor.stages(shape.num_layers))
-    layout = colocated_layout(FamilyTable(shape, family), trainers, tp=case.engine_tp, gpus_per_node=case.world)
+    layout = colocated_layout(ModelTable(shape, family), trainers, tp=case.engine_tp, gpus_per_node=case.world)
     return sorted(engine_shards(shape, family, layout), key=lambda shard: shard.rank)
 
 
@@ -447,7 +446,7 @@ def main() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = Options(model_shape(args.hidden, args.layers), args.repeats, args.backend, args.bucket_mb << 20)
-    size = options.shape.num_parameters() * DTYPE.itemsize
+    size = num_parameters(options.shape, FAMILIES[options.shape.architecture]) * DTYPE.itemsize
     print(
         f"model of {_mib(size)} MiB ({DTYPE}), {args.backend}, buckets of {args.bucket_mb} MiB a rank; "
         "received MiB and messages are summed over ranks"

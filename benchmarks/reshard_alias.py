@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
-from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.links import Links
 from megatron_rl.reshard.alias import find_sharing
 from megatron_rl.reshard.execute import Transfer

@@ -27,7 +27,7 @@ from megatron_rl.config.text.keys import as_markdown, find_keys, near_words
 from megatron_rl.config.text.keys import as_text as list_of_keys
 from megatron_rl.config.text.reader import NoEffect
 from megatron_rl.errors import ConfigError, Fault, MegatronRLError
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.versions import versions_line
 from megatron_rl.reshard.planning import request as plan_request
 from megatron_rl.reshard.planning.report import as_json, as_text, make_report

@@ -12,7 +12,9 @@ from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.surroundings import surroundings_faults
 from megatron_rl.config.checks.folders import nearest_folder, run_folder
 from megatron_rl.errors import ConfigError, Fault
-from megatron_rl.models.shape import inspect_model
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.rules import num_parameters
 
 if TYPE_CHECKING:
     from megatron_rl.config.run import RunConfig
@@ -126,7 +128,7 @@ def save_bytes(model_dir: str, dtype: str) -> int:
     0 if that cannot be read: what is wrong with a model folder is said by the checks of the config.
     """
     shape, _ = inspect_model(model_dir)
-    return 0 if shape is None else shape.num_parameters() * DTYPE_BYTES[dtype]
+    return 0 if shape is None else num_parameters(shape, FAMILIES[shape.architecture]) * DTYPE_BYTES[dtype]
 
 
 def port_faults(cfg: RunConfig) -> list[Fault]:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.run import RunConfig
-from megatron_rl.models.shape import ModelShape, inspect_critic
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import inspect_critic
+from megatron_rl.models.rules import num_parameters
+from megatron_rl.models.shape import ModelShape
 
 SHORTEST_SEQUENCE = 2
 """Tokens of the shortest sequence that can be trained on: one of the prompt, one of the response."""
@@ -136,7 +139,11 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
         rows += [Row("critic", 1, _critic(cfg))] if cfg.critic.enable else []
     if shape is not None:
         rows += [
-            Row("parameters", f"{shape.num_parameters():,}", f"{shape.architecture}, {cfg.model.dtype}"),
+            Row(
+                "parameters",
+                f"{num_parameters(shape, FAMILIES[shape.architecture]):,}",
+                f"{shape.architecture}, {cfg.model.dtype}",
+            ),
             Row("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
             Row("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
         ]
@@ -161,7 +168,9 @@ def _critic_parameters(cfg: RunConfig, actor: ModelShape) -> Row:
     shape = actor if shape is None else shape
     count = shape.hidden_size + 1
     if not cfg.critic.share_backbone:
-        count += shape.num_parameters() - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size)
+        count += num_parameters(shape, FAMILIES[shape.architecture]) - (
+            0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
+        )
     # Weights, float32 gradients, AdamW's two means; float32 masters of half-precision weights.
     each = 16 if cfg.model.dtype == "float32" else 18
     how = f"{each} bytes each with gradients and AdamW: {count * each / 1e6:,.3f} MB a copy"

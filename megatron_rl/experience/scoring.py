@@ -12,7 +12,7 @@ from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.reward import RewardWorkerConfig
 from megatron_rl.errors import RewardError
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.rewards.base import RewardResult, RewardSample, number_fault
 from megatron_rl.rewards.compose import Results
 from megatron_rl.rewards.scorer import ModelFn, RewardScorer

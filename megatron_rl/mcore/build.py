@@ -23,11 +23,13 @@ from megatron_rl.config.sections.actor import OptimConfig, ParallelConfig
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.norm import RMSNorm
+from megatron_rl.models import FAMILIES
 from megatron_rl.models.rules import padded_vocab
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.groups import tp_group
 from megatron_rl.parallel.topology import is_last_chunk
 
+_ACTIVATIONS = {"silu": torch.nn.functional.silu}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -135,22 +137,22 @@ class Trainable:
 
 def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) -> TransformerConfig:
     """Megatron's config for `shape`. Fusions that need CUDA extensions stay off: they change speed, not the model."""
-    half = dtype == "bfloat16"
+    half, compute = dtype == "bfloat16", FAMILIES[shape.architecture].compute
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_dim,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=compute.qk_norm,
         ffn_hidden_size=shape.ffn_size,
         **_experts(shape, parallel),
-        normalization="RMSNorm",
+        normalization=compute.norm,
         layernorm_epsilon=shape.rms_norm_eps,
-        activation_func=torch.nn.functional.silu,
+        activation_func=_ACTIVATIONS[compute.activation],
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
+        add_qkv_bias=compute.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
@@ -166,9 +168,7 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         bf16=half,
         autocast_dtype=DTYPES[dtype],
         # Weights are loaded or drawn by weights/, so megatron's own draw does nothing. It still has to run: it marks
-        # the
-        # parameters that tensor parallelism splits, and an unmarked one is left out of the gradient norm without a
-        # word.
+        # the parameters that tensor parallelism splits. An unmarked one is left out of the gradient norm silently.
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=True,
         init_method=_leave_as_is,
@@ -220,12 +220,13 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 def _layer_spec(shape: ModelShape, num_layers: int) -> TransformerBlockSubmodules:
     """Megatron's local layer with this package's norm and attention, for one model chunk."""
-    spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, normalization="RMSNorm")
+    compute = FAMILIES[shape.architecture].compute
+    spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, normalization=compute.norm)
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
-    if shape.qk_norm:
+    if compute.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=cast(Any, RMSNorm))
 

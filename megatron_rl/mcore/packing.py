@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.errors import DataError
+from megatron_rl.models.rope import Rope
 from megatron_rl.types import TrainBatch
 
 # A padded group of sequences may waste this share of its cells, or be no longer than this many tokens, before the
@@ -156,12 +158,19 @@ def attention_groups(layout: Layout, cp: int) -> tuple[tuple[AttentionGroup, ...
     return tuple(groups), torch.argsort(torch.cat(flat))
 
 
-def rotary(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of RoPE (Su et al. 2021), half-rotated layout: [t] -> two [t, 1, head_dim] float32."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float()[:, None] * (1.0 / theta**exponent)[None, :]
+@lru_cache(maxsize=8)
+def _frequencies(head_dim: int, theta: float, rope: Rope, device: torch.device) -> torch.Tensor:
+    """[head_dim / 2] float32 radians a position."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    # In float32, as transformers and vLLM have it: far positions would turn by other angles otherwise.
+    return torch.tensor(rope.scaled((1.0 / theta**exponent).tolist()), dtype=torch.float32, device=device)
+
+
+def rotary(positions: torch.Tensor, head_dim: int, theta: float, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of RoPE (models/rope.py), half-rotated layout: [t] -> two [t, 1, head_dim] float32."""
+    angles = positions.float()[:, None] * _frequencies(head_dim, theta, rope, positions.device)[None, :]
     angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-    return angles.cos(), angles.sin()
+    return angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
 
 
 def _padded_lens(seq_lens: Sequence[int], cp: int, split: int, uniform: bool) -> list[int]:
@@ -180,6 +189,7 @@ def pack(
     *,
     head_dim: int,
     rope_theta: float,
+    rope: Rope,
     vocab_size: int | None = None,
     device: torch.device,
     split: int = 1,
@@ -214,7 +224,7 @@ def pack(
     here = layout.owner[predictor] == cp_rank
     trained, predictor, segment_ids = trained[here], predictor[here], segment_ids[here]
     groups, inverse = attention_groups(layout, cp)
-    cos, sin = rotary(layout.position[layout.held].to(device), head_dim, rope_theta)
+    cos, sin = rotary(layout.position[layout.held].to(device), head_dim, rope_theta, rope)
     ends = torch.cumsum(torch.tensor(lens) // cp, 0)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
     packed = Packed(

@@ -31,6 +31,7 @@ def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
             batch,
             head_dim=shape.head_dim,
             rope_theta=shape.rope_theta,
+            rope=shape.rope,
             vocab_size=shape.vocab_size,
             device=model.device,
             split=parallel.tp if parallel.sequence_parallel else 1,

@@ -1,7 +1,7 @@
 """Where every byte of an engine's parameter lies in the Hugging Face tensors: vLLM's fused layers, and HF's own.
 
-The counterpart of spec.py for the side that generates. It reads the same table of a family: which HF tensors vLLM fuses
-follows from the kind of their rule.
+The counterpart of rules.py for the side that generates. It reads the same table of a family: its rules name the
+parameter of vLLM in which their tensors lie.
 
 Example: TP 4, rank 3, 8 query heads and 2 KV heads of head_dim 8, hidden 64. vLLM's qkv_proj.weight on that rank is
     q_proj rows 48:64, k_proj rows 8:16, v_proj rows 8:16        (each KV head is on two ranks)
@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.models.rules import Block, Family, LocalParam, Rule, hf_shapes
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import Family, LocalParam, Rule, hf_shapes
 from megatron_rl.models.shape import ModelShape
 
 VOCAB_PADDING = 64
@@ -31,13 +32,18 @@ def engine_tp_faults(shape: ModelShape, tp: int, ep: int = 1) -> list[str]:
         faults.append(f"{shape.num_heads} query heads do not divide by tp {tp}")
     if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
         faults.append(f"{shape.num_kv_heads} KV heads are neither a multiple nor a divisor of tp {tp}")
-    if (ep == 1 or not shape.num_experts) and shape.ffn_size % tp:
-        faults.append(f"inner size {shape.ffn_size} does not divide by tp {tp}")
+    sizes = shape.split_ffn_sizes() + ([shape.ffn_size] if shape.num_experts and ep == 1 else [])
+    faults += [f"inner size {size} does not divide by tp {tp}" for size in sizes if size % tp]
     if engine_vocab(shape) % tp:
         faults.append(f"the padded vocabulary {engine_vocab(shape)} does not divide by tp {tp}")
     if ep > max(shape.num_experts, 1):
         faults.append(f"{shape.num_experts} experts cannot be dealt to ep {ep} ranks")
     return faults
+
+
+def engine_tp_choices(shape: ModelShape) -> list[int]:
+    """Tensor-parallel sizes of a vLLM engine that holds parts of each expert, ascending."""
+    return [tp for tp in range(1, shape.num_heads + 1) if not engine_tp_faults(shape, tp)]
 
 
 def engine_vocab(shape: ModelShape) -> int:
@@ -75,15 +81,19 @@ def engine_params(
         raise ReshardError(f"a vLLM engine of tp {tp}, ep {ep} cannot hold {shape.architecture}: " + "; ".join(faults))
     if ends:
         yield _vocab("model.embed_tokens.weight", family.embedding, shape, tp, tp_rank)
-    sizes = hf_shapes(shape, family)
     experts = experts_of(shape.num_experts, ep, ep_rank)
     for layer in range(shape.num_layers) if layers is None else layers:
         prefix = f"model.layers.{layer}."
-        for rule in family.layer:
-            if rule.expert:
-                yield _stack(prefix, rule, sizes, experts, (tp, tp_rank) if ep == 1 else (1, 0))
+        fused: dict[str, list[Rule]] = {}
+        for rule in family.layer(shape, layer):
+            fused.setdefault(rule.engine_name, []).append(rule)
+        for name, rules in fused.items():
+            if rules[0].expert:
+                yield _stack(prefix + name, rules, prefix, shape, experts, (tp, tp_rank) if ep == 1 else (1, 0))
             else:
-                yield _layer_param(prefix, rule, sizes, shape, tp, tp_rank)
+                yield _param(
+                    prefix + name, [one for rule in rules for one in _blocks(rule, prefix, shape, tp, tp_rank)]
+                )
     if ends:
         norm = family.final_norm.hf[0]
         yield _param(norm, [Block(norm, (0, shape.hidden_size))])
@@ -103,7 +113,7 @@ def live_params(params: Iterable[LocalParam], live: Mapping[str, tuple[int, ...]
     live: name -> shape of every parameter of the engine. Raises ReshardError naming each parameter that the engine has
     and the table lacks, the other way round, and each of another shape.
     """
-    found: list[LocalParam] = []
+    renamed: list[LocalParam] = []
     faults: list[str] = []
     for param in params:
         name = _live_name(param.name, live)
@@ -111,13 +121,13 @@ def live_params(params: Iterable[LocalParam], live: Mapping[str, tuple[int, ...]
             faults.append(f"the engine lacks {param.name}")
         elif tuple(live[name]) != param.shape:
             faults.append(f"the engine's {name} is {list(live[name])}, the table says {list(param.shape)}")
-        found.append(LocalParam(name, param.shape, param.blocks, param.expert))
-    known = {param.name for param in found}
+        renamed.append(LocalParam(name, param.shape, param.blocks, param.expert))
+    known = {param.name for param in renamed}
     faults += [f"the engine's {name} is in no table" for name in live if name not in known]
     if faults:
         shown = "; ".join(faults[:20]) + ("" if len(faults) <= 20 else f"; and {len(faults) - 20} more")
         raise ReshardError(f"the engine's parameters are not those of its table: {shown}")
-    return tuple(found)
+    return tuple(renamed)
 
 
 def _live_name(name: str, live: Mapping[str, tuple[int, ...]]) -> str:
@@ -127,10 +137,6 @@ def _live_name(name: str, live: Mapping[str, tuple[int, ...]]) -> str:
             longer = name.removesuffix(short) + stack
             return longer if longer in live else name
     return name
-
-
-def _share(size: int, parts: int, rank: int) -> tuple[int, int]:
-    return rank * (size // parts), (rank + 1) * (size // parts)
 
 
 def _param(name: str, blocks: list[Block], shape: tuple[int, ...] | None = None, expert: bool = False) -> LocalParam:
@@ -145,48 +151,20 @@ def _vocab(name: str, rule: Rule, shape: ModelShape, tp: int, tp_rank: int) -> L
     return _param(name, [Block(rule.hf[0], (first, last), (0, shape.hidden_size))], (rows, shape.hidden_size))
 
 
-def _layer_param(
-    prefix: str, rule: Rule, sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int, rank: int
-) -> LocalParam:
-    names = [prefix + name for name in rule.hf]
-    whole = [sizes[name] for name in names]
-    cols = [(0, size[1]) if len(size) == 2 else None for size in whole]
-    if rule.kind == "whole":
-        return _param(names[0], [Block(names[0], (0, whole[0][0]), cols[0])])
-    if rule.kind == "cols":
-        return _param(names[0], [Block(names[0], (0, whole[0][0]), _share(whole[0][1], tp, rank))])
-    if rule.kind == "gate_up":
-        rows = [_share(size[0], tp, rank) for size in whole]
-        fused = "gate_up_proj"
-    else:
-        assert rule.kind == "qkv", rule
-        # Ranks beyond the KV heads hold copies: heads are dealt to groups of tp / num_kv_heads ranks.
-        groups = min(tp, shape.num_kv_heads)
-        group = rank // (tp // groups)
-        rows = [_share(whole[0][0], tp, rank), *(_share(size[0], groups, group) for size in whole[1:])]
-        fused = "qkv_proj"
-    stem, _, last = names[0].rpartition(".")
-    name = f"{stem.rpartition('.')[0]}.{fused}.{last}"
-    return _param(name, [Block(hf, at, col) for hf, at, col in zip(names, rows, cols, strict=True)])
+def _blocks(rule: Rule, prefix: str, shape: ModelShape, parts: int, rank: int) -> list[Block]:
+    return rule.layout.engine([prefix + name for name in rule.hf], shape, parts, rank)
 
 
 def _stack(
-    prefix: str, rule: Rule, sizes: Mapping[str, tuple[int, ...]], experts: range, part: tuple[int, int]
+    name: str, rules: list[Rule], prefix: str, shape: ModelShape, experts: range, split: tuple[int, int]
 ) -> LocalParam:
-    """All of a rank's experts in one parameter: w13 [E, 2 * f, h] of gate and up, or w2 [E, h, f] of down."""
-    blocks: list[Block] = []
-    for expert in experts:
-        for hf in rule.hf:
-            name = prefix + hf.replace("*", str(expert))
-            rows, cols = sizes[name]
-            if rule.kind == "gate_up":
-                blocks.append(Block(name, _share(rows, *part), (0, cols)))
-            else:
-                assert rule.kind == "cols", rule
-                blocks.append(Block(name, (0, rows), _share(cols, *part)))
-    stack = "w13_weight" if rule.kind == "gate_up" else "w2_weight"
-    name = f"{prefix}{rule.hf[0].partition('*')[0]}{stack}"
-    rows = sum(block.num_rows for block in blocks) // len(experts)
-    cols = blocks[0].cols
-    assert cols is not None
+    """All of a rank's experts in one parameter, one after the other: w13 [E, 2 * f, h], say, of gate and up."""
+    blocks = [
+        block
+        for expert in experts
+        for rule in rules
+        for block in _blocks(rule.of_expert(expert, 0), prefix, shape, *split)
+    ]
+    rows, cols = sum(block.num_rows for block in blocks) // len(experts), blocks[0].cols
+    assert cols is not None, f"experts are matrices: {name}"
     return _param(name, blocks, (len(experts), rows, cols[1] - cols[0]), expert=True)

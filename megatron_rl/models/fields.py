@@ -1,4 +1,4 @@
-"""Which entries of a model's config.json this package computes, family by family. Torch-free.
+"""Which entries of a config.json this package computes: of every family, and how a family differs. Torch-free.
 
 An entry is read (sizes, RoPE, epsilon), says nothing about what the model computes (token ids, the writer's version),
 or has the one value that this package computes. Every other entry is refused by name: transformers or the engine may
@@ -7,31 +7,40 @@ honour it, and the trainer would train another model. No list of bad entries cou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from megatron_rl.errors import Fault
+from megatron_rl.models.rope import Rope, read_rope
 
 Computed = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """What the name of an architecture says beside the sizes in its config.json."""
+class Compute:
+    """What the layers of a family compute, beside their sizes. Megatron's settings follow from it (mcore/build.py)."""
 
-    model_type: str
-    required: tuple[str, ...] = ()
-    """Entries that transformers fills with numbers of its own where they are absent"""
+    norm: Literal["RMSNorm"] = "RMSNorm"
+    activation: Literal["silu"] = "silu"
+    """Of the gated MLP; as config.json's hidden_act names it"""
     qkv_bias: bool = False
     """Attention adds a bias to queries, keys and values"""
     qk_norm: bool = False
     """Each head's query and key passes an RMSNorm before RoPE"""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """How a family's config.json is read."""
+
+    model_type: str
+    required: tuple[str, ...] = ()
+    """Entries that transformers fills with numbers of its own where they are absent"""
     ffn_size: str = "intermediate_size"
     """Entry with the inner size of an MLP, or of one expert"""
     experts: bool = False
-    """Every layer's MLP is a mixture of experts"""
+    """Layers have a mixture of experts"""
     norm_topk_prob: bool | None = None
     """Weights of a token's experts sum to 1; None: the entry norm_topk_prob says"""
     null_head_dim: bool = True
@@ -42,33 +51,12 @@ class Architecture:
     """RoPE's base where the file gives none"""
     rms_norm_eps: float = 1e-6
     """RMSNorm's epsilon where the file gives none"""
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen2ForCausalLM": Architecture(
-        "qwen2", ("num_key_value_heads",), qkv_bias=True, null_head_dim=False, switches_window=True
-    ),
-    "LlamaForCausalLM": Architecture("llama"),
-    "Qwen3ForCausalLM": Architecture("qwen3", ("num_key_value_heads", "head_dim"), qk_norm=True, switches_window=True),
-    "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe",
-        ("num_key_value_heads", "num_experts_per_tok"),
-        qk_norm=True,
-        ffn_size="moe_intermediate_size",
-        experts=True,
-        null_head_dim=False,
-        switches_window=True,
-    ),
-    "MixtralForCausalLM": Architecture(
-        "mixtral",
-        ("num_key_value_heads", "num_experts_per_tok"),
-        experts=True,
-        norm_topk_prob=True,
-        rope_theta=1e6,
-        rms_norm_eps=1e-5,
-    ),
-}
-"""Supported `architectures` entry -> what it stands for."""
+    ropes: tuple[type[Rope], ...] = (Rope,)
+    """Kinds of RoPE that the family computes"""
+    values: Mapping[str, tuple[Computed, str]] = field(default_factory=dict[str, tuple[Computed, str]])
+    """Further entries of this family: the values that it computes, and why others are refused"""
+    notes: frozenset[str] = frozenset()
+    """Further entries of this family that say nothing about what the model computes"""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -80,7 +68,7 @@ _READ = _words(
     "intermediate_size vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters "
     "tie_word_embeddings initializer_range"
 )
-"""Entries that layout.py reads, of every family."""
+"""Entries that config_json.py reads, of every family."""
 
 # What a writer notes, tokens, outputs that are asked for, training of other programs, and defaults of generation, which
 # a request to the engine always gives itself.
@@ -138,7 +126,6 @@ _ROUTER = "only a router of a softmax over all experts is computed"
 _SCALE = "a factor on activations or logits is not supported"
 
 _VALUES: dict[str, tuple[Computed, str]] = {
-    "hidden_act": (_is("silu"), "only the SwiGLU MLP (hidden_act silu) is computed"),
     "attention_bias": (_off, "a bias in the attention projections is not supported"),
     "mlp_bias": (_off, "a bias in the MLP is not supported"),
     "bias": (_off, "a bias in the projections is not supported"),
@@ -186,102 +173,76 @@ _VALUES: dict[str, tuple[Computed, str]] = {
 """Entry -> (the values that this package computes, why others are refused); of every family."""
 
 
-def _values_of(architecture: Architecture) -> dict[str, tuple[Computed, str]]:
+def _values_of(family: Fields, compute: Compute) -> dict[str, tuple[Computed, str]]:
     """_VALUES with what holds for one family alone."""
-    bias, norm = architecture.qkv_bias, architecture.qk_norm
-    found = _VALUES | {
+    bias, norm = compute.qkv_bias, compute.qk_norm
+    values = _VALUES | {
+        "hidden_act": (_is(compute.activation), f"only the gated MLP with {compute.activation} is computed"),
         "qkv_bias": (_is(bias), f"attention is computed {'with' if bias else 'without'} a bias here"),
         "qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
         "use_qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
     }
-    if architecture.switches_window:
-        found["use_sliding_window"] = (_is(False), _WINDOW)
+    if family.switches_window:
+        values["use_sliding_window"] = (_is(False), _WINDOW)
     else:
-        found["sliding_window"] = (_none, _WINDOW)
-    if not architecture.experts:
-        reason = f"an MLP of experts is not part of {architecture.model_type}"
-        found |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_off, reason))
-    elif architecture.norm_topk_prob is not None:
+        values["sliding_window"] = (_none, _WINDOW)
+    if not family.experts:
+        reason = f"an MLP of experts is not part of {family.model_type}"
+        values |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_off, reason))
+    elif family.norm_topk_prob is not None:
         reason = "weights of a token's experts are scaled to sum to 1 here"
-        found["norm_topk_prob"] = (_is(architecture.norm_topk_prob), reason)
-    return found
+        values["norm_topk_prob"] = (_is(family.norm_topk_prob), reason)
+    return values | dict(family.values)
 
 
-def unsupported(name: str, fields: Mapping[str, Any], where: str) -> list[Fault]:
+def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[str, Any], where: str) -> list[Fault]:
     """Faults of entries that ask for what is not computed, and of entries that are not known at all.
 
-    name: a key of ARCHITECTURES; fields: the content of config.json; where: that file, for messages.
+    name: the architecture; content: of config.json; where: that file, for messages.
     """
-    architecture = ARCHITECTURES[name]
-    values = _values_of(architecture)
-    inert = _READ | _INERT | (_INERT_OF_EXPERTS if architecture.experts else frozenset[str]())
-    inert |= frozenset({"sliding_window"} if architecture.switches_window else ())
+    values = _values_of(family, compute)
+    inert = _READ | _INERT | family.notes | (_INERT_OF_EXPERTS if family.experts else frozenset[str]())
+    inert |= frozenset({"sliding_window"} if family.switches_window else ())
     cure = "use a model without it; removing the field from config.json would compute another model"
     faults: list[Fault] = []
-    for field, value in fields.items():
-        if field in values:
-            computed, reason = values[field]
+    for entry, value in content.items():
+        if entry in values:
+            computed, reason = values[entry]
             if not computed(value):
-                faults.append(Fault(f"{where}: {field}", value, reason, cure))
-        elif field not in inert and value is not None:
+                faults.append(Fault(f"{where}: {entry}", value, reason, cure))
+        elif entry not in inert and value is not None:
             reason = f"is no field that is known of {name}: what it changes in the model would be left out"
             help_ = "if it is a note that changes nothing, remove it from config.json; if not, use another model"
-            faults.append(Fault(f"{where}: {field}", value, reason, help_))
-    for field in ("rope_scaling", "rope_parameters"):
-        reason = _rope_reason(fields.get(field))
-        if reason:
-            faults.append(Fault(f"{where}: {field}", fields[field], reason, cure))
-    if "head_dim" in fields and fields["head_dim"] is None and not architecture.null_head_dim:
+            faults.append(Fault(f"{where}: {entry}", value, reason, help_))
+    for entry, rope in rope_entries(content).items():
+        reason = read_rope(family.ropes, rope)
+        if isinstance(reason, str):
+            faults.append(Fault(f"{where}: {entry}", rope, reason, cure))
+    if "head_dim" in content and content["head_dim"] is None and not family.null_head_dim:
         help_ = "remove the entry: hidden_size / num_attention_heads is computed then"
         faults.append(Fault(f"{where}: head_dim", None, "transformers cannot read null here", help_))
-    return [*faults, *_odd_switches(fields, where)]
+    return [*faults, *_odd_switches(content, where)]
 
 
-def _odd_switches(fields: Mapping[str, Any], where: str) -> list[Fault]:
+def rope_entries(content: Mapping[str, Any]) -> dict[str, object]:
+    """The entries that describe RoPE: older files have the first, newer ones the second, the first stands before it.
+    One of them is None where the file has none.
+    """
+    names = ("rope_scaling", "rope_parameters")
+    return {name: content[name] for name in names if content.get(name)} or {names[1]: content.get(names[1])}
+
+
+def _odd_switches(content: Mapping[str, Any], where: str) -> list[Fault]:
     """Values of another type: "false" would be read as true."""
     cure = "copy the config.json that belongs to these weights"
     faults = [
-        Fault(f"{where}: {field}", fields[field], "must be true or false", cure)
-        for field in ("tie_word_embeddings", "norm_topk_prob")
-        if field in fields and not isinstance(fields[field], bool)
+        Fault(f"{where}: {entry}", content[entry], "must be true or false", cure)
+        for entry in ("tie_word_embeddings", "norm_topk_prob")
+        if entry in content and not isinstance(content[entry], bool)
     ]
-    layers: object = fields.get("num_hidden_layers")
-    kinds: Any = fields.get("layer_types")
+    layers: object = content.get("num_hidden_layers")
+    kinds: Any = content.get("layer_types")
     if isinstance(kinds, list) and len(cast("list[Any]", kinds)) != layers:
         reason = f"has {len(cast('list[Any]', kinds))} entries, and num_hidden_layers is {layers}"
         faults.append(Fault(f"{where}: layer_types", cast("list[Any]", kinds), reason, cure))
     return faults
-
-
-_PLAIN_ROPE: dict[str, Computed] = {
-    "rope_theta": lambda value: True,
-    "rope_type": _is("default", None),
-    "type": _is("default", None),
-    "partial_rotary_factor": _is(None, 1),
-    "factor": _is(None, 1),
-    "attention_factor": _is(None, 1),
-}
-
-
-def _rope_reason(rope: object) -> str | None:
-    if rope is None:
-        return None
-    if not isinstance(rope, dict):
-        return "is not a mapping"
-    rope = cast("dict[str, Any]", rope)
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "RoPE that differs by layer type is not supported"
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        return f"RoPE of type {kind!r} is not supported, only plain RoPE (rope_type default)"
-    if rope.get("partial_rotary_factor", 1) not in (None, 1):
-        return "RoPE over a part of the head is not supported"
-    odd = [name for name, value in rope.items() if value is not None and not _PLAIN_ROPE.get(name, _none)(value)]
-    if odd:
-        return f"{', '.join(odd)} {'is' if len(odd) == 1 else 'are'} no part of plain RoPE (rope_type default)"
-    return None
-
-
-def is_finite_above_zero(value: object) -> bool:
-    """A number above 0 that is no bool, and not infinite (JSON's Infinity)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -3,8 +3,7 @@
 A local parameter (one rank's shard) is a stack of blocks along dim 0; a block is a rectangle of one HF tensor. Loading,
 exporting and resharding all read this one table.
 
-Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. Megatron's linear_qkv.weight on
-that rank is
+Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. There, Megatron's linear_qkv.weight is
     q_proj rows 16:32, k_proj rows 8:16, v_proj rows 8:16       (group 1 of 2: its 2 query heads, its key, its value)
 
 Experts have a split of their own: ep ranks hold different experts, etp ranks hold parts of the same ones.
@@ -15,26 +14,13 @@ Example: 8 experts of inner size 24, ep 4, etp 2, expert rank (1, 1): local_expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
 
+from megatron_rl.models.fields import Compute, Fields
+from megatron_rl.models.layouts import Block, Layout, share
 from megatron_rl.models.shape import ModelShape
-
-Kind = Literal["whole", "rows", "cols", "qkv", "gate_up", "vocab"]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows (and columns, for matrices) of one HF tensor."""
-
-    hf_name: str
-    rows: tuple[int, int]
-    cols: tuple[int, int] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows[1] - self.rows[0]
 
 
 @dataclass(frozen=True)
@@ -53,35 +39,62 @@ class LocalParam:
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a family's table: a Megatron parameter, how it is fused and split, and the HF tensors it is made of.
+    """One line of a family's table: a Megatron parameter, its layout, and the HF tensors it is made of.
 
     A `*` in the names stands for an expert: in HF names its number, in Megatron's its number among its rank's experts.
+    engine: the vLLM parameter that the tensors lie in; rules of a layer that name the same one are fused there, end to
+    end. With experts it holds all of a rank's. live: the name in a model that transformers has loaded, of all experts
+    together, where it is not that of the checkpoint.
     """
 
     megatron: str
-    kind: Kind
+    layout: Layout
     hf: tuple[str, ...]
+    engine: str = ""
+    live: str = ""
 
     @property
     def expert(self) -> bool:
         """There is one such parameter for each expert."""
         return "*" in self.megatron
 
+    @property
+    def engine_name(self) -> str:
+        """The vLLM parameter below `model.layers.N.`."""
+        return self.engine or self.hf[0]
+
     def of_expert(self, number: int, local: int) -> Rule:
-        """The rule of one expert; itself where it has none."""
+        """The rule of one expert."""
         hf = tuple(name.replace("*", str(number)) for name in self.hf)
-        return Rule(self.megatron.replace("*", str(local)), self.kind, hf)
+        return replace(self, megatron=self.megatron.replace("*", str(local)), hf=hf)
+
+
+LayerRules = Callable[[ModelShape, int], tuple[Rule, ...]]
+"""(shape, layer's number) -> the rules of that layer; HF names below `model.layers.N.`"""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: the rules of one layer (HF names below `model.layers.N.`) and of the rest."""
+    """A model family: all that this package knows of an architecture.
 
-    name: str
-    layer: tuple[Rule, ...]
+    planned_only: why it cannot be trained or sampled; `megatron-rl plan` still knows its tensors. known: well-known
+    models by name, as `megatron-rl plan` takes them.
+    """
+
+    architecture: str
+    fields: Fields
+    layer: LayerRules
     embedding: Rule
     final_norm: Rule
     output: Rule
+    compute: Compute = field(default_factory=Compute)
+    planned_only: str = ""
+    known: Mapping[str, ModelShape] = field(default_factory=dict[str, ModelShape])
+
+
+def same_layers(*rules: Rule) -> LayerRules:
+    """All layers have the same rules."""
+    return lambda shape, layer: rules
 
 
 def padded_vocab(shape: ModelShape, tp: int) -> int:
@@ -93,80 +106,42 @@ def hf_shapes(shape: ModelShape, family: Family) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor of the model, in export order. Tied models have no output tensor."""
     shapes: dict[str, tuple[int, ...]] = {family.embedding.hf[0]: (shape.vocab_size, shape.hidden_size)}
     for layer in range(shape.num_layers):
-        for rule, _ in _layer_rules(family, range(shape.num_experts)):
-            for hf_name, hf_shape in zip(rule.hf, _rule_shapes(rule, shape), strict=True):
-                shapes[f"model.layers.{layer}.{hf_name}"] = hf_shape
+        for rule in layer_rules(family.layer(shape, layer), range(shape.num_experts)):
+            for name, size in zip(rule.hf, rule.layout.sizes(shape), strict=True):
+                shapes[f"model.layers.{layer}.{name}"] = size
     shapes[family.final_norm.hf[0]] = (shape.hidden_size,)
     if not shape.tie_word_embeddings:
         shapes[family.output.hf[0]] = (shape.vocab_size, shape.hidden_size)
     return shapes
 
 
-def _layer_rules(family: Family, experts: range) -> Iterator[tuple[Rule, bool]]:
-    """The rules of a layer, those of experts once for each of `experts`; and whether it is one of these."""
-    for rule in family.layer:
-        if not rule.expert:
-            yield rule, False
+def num_parameters(shape: ModelShape, family: Family) -> int:
+    """Trained numbers of the whole model; tied embeddings count once."""
+    count = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2) + shape.hidden_size
+    for layer in range(shape.num_layers):
+        for rule in family.layer(shape, layer):
+            copies = shape.num_experts if rule.expert else 1
+            count += copies * sum(prod(size) for size in rule.layout.sizes(shape))
+    return count
+
+
+def layer_rules(rules: tuple[Rule, ...], experts: range) -> Iterator[Rule]:
+    """The rules of a layer, then those of its experts, once for each of `experts`."""
+    yield from (rule for rule in rules if not rule.expert)
     for local, number in enumerate(experts):
-        for rule in family.layer:
-            if rule.expert:
-                yield rule.of_expert(number, local), True
+        yield from (rule.of_expert(number, local) for rule in rules if rule.expert)
 
 
-def _rule_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Whole HF shapes of a layer rule's tensors."""
-    q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    if rule.kind == "qkv":
-        bias = rule.megatron.endswith(".bias")
-        return [(rows,) if bias else (rows, shape.hidden_size) for rows in (q_rows, kv_rows, kv_rows)]
-    if rule.kind == "gate_up":
-        return [(shape.ffn_size, shape.hidden_size)] * 2
-    if rule.kind == "cols":
-        inner = q_rows if "self_attention" in rule.megatron else shape.ffn_size
-        return [(shape.hidden_size, inner)]
-    assert rule.kind == "whole", rule
-    if "router" in rule.megatron:
-        return [(shape.num_experts, shape.hidden_size)]
-    of_head = "q_layernorm" in rule.megatron or "k_layernorm" in rule.megatron
-    return [(shape.head_dim if of_head else shape.hidden_size,)]
-
-
-def _share(size: int, tp: int, rank: int) -> tuple[int, int]:
-    assert size % tp == 0, (size, tp)
-    return rank * (size // tp), (rank + 1) * (size // tp)
-
-
-def _layer_blocks(rule: Rule, names: list[str], shape: ModelShape, tp: int, rank: int) -> tuple[Block, ...]:
-    """Blocks of a layer's parameter on rank `rank` of the tp ranks that share it."""
-    shapes = _rule_shapes(rule, shape)
-    cols = [(0, hf_shape[1]) if len(hf_shape) == 2 else None for hf_shape in shapes]
-    if rule.kind == "whole":
-        return (Block(names[0], (0, shapes[0][0]), cols[0]),)
-    if rule.kind == "cols":
-        return (Block(names[0], (0, shapes[0][0]), _share(shapes[0][1], tp, rank)),)
-    if rule.kind == "gate_up":
-        return tuple(Block(name, _share(shape.ffn_size, tp, rank), col) for name, col in zip(names, cols, strict=True))
-    # qkv: one block triple a KV group; Megatron keeps a group's queries, key and value together.
-    head, per_group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
-    first, last = _share(shape.num_kv_heads, tp, rank)
-    blocks = []
-    for group in range(first, last):
-        blocks.append(Block(names[0], (group * per_group, (group + 1) * per_group), cols[0]))
-        blocks.extend(Block(name, (group * head, (group + 1) * head), cols[1]) for name in names[1:])
-    return tuple(blocks)
-
-
-def _local(name: str, blocks: tuple[Block, ...], rows: int | None = None, expert: bool = False) -> LocalParam:
+def _local(name: str, blocks: list[Block], rows: int | None = None, expert: bool = False) -> LocalParam:
     rows = sum(block.num_rows for block in blocks) if rows is None else rows
     cols = blocks[0].cols
-    return LocalParam(name, (rows,) if cols is None else (rows, cols[1] - cols[0]), blocks, expert)
+    return LocalParam(name, (rows,) if cols is None else (rows, cols[1] - cols[0]), tuple(blocks), expert)
 
 
 def _vocab(rule: Rule, shape: ModelShape, tp: int, rank: int) -> LocalParam:
     rows = padded_vocab(shape, tp) // tp
     real = (min(rank * rows, shape.vocab_size), min((rank + 1) * rows, shape.vocab_size))
-    blocks = (Block(rule.hf[0], real, (0, shape.hidden_size)),)
-    return _local(rule.megatron, blocks, rows)
+    return _local(rule.megatron, [Block(rule.hf[0], real, (0, shape.hidden_size))], rows)
 
 
 def megatron_params(
@@ -191,19 +166,21 @@ def megatron_params(
     ep, etp: ranks that the experts are dealt to, and ranks that share each expert. All ranks have equally many
     parameters, in the same order.
     """
-    experts = range(*_share(shape.num_experts, ep, ep_rank))
+    experts = range(*share(shape.num_experts, ep, ep_rank))
     if pre_process:
         yield _vocab(family.embedding, shape, tp, tp_rank)
     for local, layer in enumerate(layers):
-        for rule, expert in _layer_rules(family, experts):
-            names = [f"model.layers.{layer}.{hf_name}" for hf_name in rule.hf]
+        rules = family.layer(shape, layer)
+        num_shared = sum(not rule.expert for rule in rules)
+        for at, rule in enumerate(layer_rules(rules, experts)):
+            expert = at >= num_shared
+            names = [f"model.layers.{layer}.{name}" for name in rule.hf]
             size, rank = (etp, etp_rank) if expert else (tp, tp_rank)
-            blocks = _layer_blocks(rule, names, shape, size, rank)
+            blocks = rule.layout.trainer(names, shape, size, rank)
             yield _local(f"decoder.layers.{local}.{rule.megatron}", blocks, expert=expert)
     if post_process:
-        yield _local(family.final_norm.megatron, (Block(family.final_norm.hf[0], (0, shape.hidden_size)),))
+        yield _local(family.final_norm.megatron, [Block(family.final_norm.hf[0], (0, shape.hidden_size))])
         if not shape.tie_word_embeddings:
             yield _vocab(family.output, shape, tp, tp_rank)
         elif not pre_process:
-            copy = Rule(family.output.megatron, "vocab", family.embedding.hf)
-            yield _vocab(copy, shape, tp, tp_rank)
+            yield _vocab(replace(family.output, hf=family.embedding.hf), shape, tp, tp_rank)

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.engines import Engine
-from megatron_rl.models.rules import Block, LocalParam
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import LocalParam
 
 
 @dataclass(frozen=True)

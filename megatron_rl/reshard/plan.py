@@ -24,7 +24,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.models.rules import Block, LocalParam
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import LocalParam
 from megatron_rl.reshard.solve import Bundle, Loads, Placement, Rect, Solved, merge_rects, solve
 
 NodeOf = Callable[[int], int]

@@ -54,9 +54,9 @@ class EngineLayout:
 def trainer_params(
     shape: ModelShape, family: Family, topology: Topology, stages: Sequence[Sequence[range]], rank: int
 ) -> tuple[LocalParam, ...]:
-    """What trainer `rank` holds; stages: [pp][vpp] layers, as config.layout.stage_layers gives them."""
+    """What trainer `rank` holds; stages: [pp][vpp] layers, as models/stages.py gives them."""
     at, of_experts = topology.coords(rank), topology.expert_coords(rank)
-    found: list[LocalParam] = []
+    local: list[LocalParam] = []
     for chunk, layers in enumerate(stages[at.pp]):
         params = megatron_params(
             shape, family, tp=topology.tp, tp_rank=at.tp, layers=layers,
@@ -64,8 +64,8 @@ def trainer_params(
             post_process=is_last_chunk(at.pp, chunk, pp=len(stages), vpp=len(stages[at.pp])),
             ep=topology.ep, ep_rank=of_experts.ep, etp=topology.expert_tp, etp_rank=of_experts.etp,
         )  # fmt: skip
-        found += [replace(param, name=f"chunk{chunk}.{param.name}") for param in params]
-    return tuple(found)
+        local += [replace(param, name=f"chunk{chunk}.{param.name}") for param in params]
+    return tuple(local)
 
 
 def trainer_shards(

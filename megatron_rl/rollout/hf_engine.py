@@ -7,6 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from megatron_rl.errors import RolloutError
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
+from megatron_rl.models.rules import Family
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests
 from megatron_rl.types import Samples
 
@@ -14,24 +18,23 @@ _Row = tuple[list[int], list[float], bool]
 """Ids and log-probabilities of a sample, and whether it ended by itself."""
 
 
-def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+def checkpoint_views(tensors: Mapping[str, torch.Tensor], shape: ModelShape, family: Family) -> dict[str, torch.Tensor]:
     """A model's tensors, or gradients, by the names that its checkpoints have; views, not copies.
 
-    The names differ for experts: transformers holds those of a layer as one gate_up_proj [experts, 2 f, h] and one
-    down_proj [experts, h, f], and calls Mixtral's layer mlp too.
+    Names differ where a rule of the family has a `live` one: transformers holds the experts of a layer as one tensor
+    [experts, rows, cols], their projections end to end.
     """
-    gate, up, down, mlp = ("gate_proj", "up_proj", "down_proj", "mlp")
-    if model_type == "mixtral":
-        gate, up, down, mlp = ("w1", "w3", "w2", "block_sparse_moe")
-    views: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        place, _, fused = name.partition(".mlp.experts.")
-        if tensor.dim() != 3:
-            views[name.replace(".mlp.", f".{mlp}.")] = tensor
-            continue
-        for expert, one in enumerate(tensor):
-            parts = zip((gate, up), one.chunk(2), strict=True) if fused == "gate_up_proj" else [(down, one)]
-            views.update({f"{place}.{mlp}.experts.{expert}.{part}.weight": value for part, value in parts})
+    views = dict(tensors)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        for rule in family.layer(shape, layer):
+            if not rule.live:
+                continue
+            tensor = views.pop(prefix + rule.live)
+            rules = [rule.of_expert(number, 0) for number in range(shape.num_experts)] if rule.expert else [rule]
+            for one, values in zip(rules, tensor if rule.expert else [tensor], strict=True):
+                parts = values.chunk(len(one.hf))
+                views.update({prefix + name: part for name, part in zip(one.hf, parts, strict=True)})
     return views
 
 
@@ -43,6 +46,7 @@ class HfEngine:
 
         self._settings = settings
         self._version = -1
+        self._shape = read_model_shape(settings.model_path)
         config = AutoConfig.from_pretrained(settings.model_path)
         dtype = getattr(torch, settings.dtype)
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
@@ -128,7 +132,7 @@ class HfEngine:
     def parameters(self) -> dict[str, torch.Tensor]:
         """By the names that checkpoints have."""
         params = {name: param.data for name, param in self._model.named_parameters()}
-        return checkpoint_views(params, self._model.config.model_type)
+        return checkpoint_views(params, self._shape, FAMILIES[self._shape.architecture])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See RolloutEngine."""

@@ -19,9 +19,9 @@ import torch
 from megatron_rl.engines.vllm import why_refused
 from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.models.rules import hf_shapes
-from megatron_rl.models.shape import read_model_shape
 from megatron_rl.rollout.engine import (
     EnginePart,
     EngineSettings,

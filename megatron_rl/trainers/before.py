@@ -22,8 +22,9 @@ from megatron_rl.data.sft import load_sft
 from megatron_rl.errors import CheckpointError, MegatronRLError
 from megatron_rl.experience.scoring import RunRewards
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_critic_shape, read_model_shape
 from megatron_rl.models.rules import hf_shapes
-from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.trainers.loop import Counted, summary_lines
 from megatron_rl.types import Prompt
 from megatron_rl.weights.heads import ValueHeadSource, value_head_shapes

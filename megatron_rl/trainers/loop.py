@@ -17,7 +17,7 @@ from megatron_rl.config.load import dump_yaml, to_dict
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import batch_table, format_table, layout_table
 from megatron_rl.errors import ConfigError, DataError, Fault, MissingDependency
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.progress import Progress

@@ -12,11 +12,12 @@ from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.run import RunConfig, TrainingConfig
 from megatron_rl.data.batching import BatchPlan, plan_batches
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape
+from megatron_rl.models.config_json import read_critic_shape, read_model_shape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.collectives import keeps_group_order
 from megatron_rl.parallel.topology import Topology, topology_of
 from megatron_rl.reshard.planning.cost import Trainers, colocated_layout
-from megatron_rl.reshard.planning.tables import FamilyTable
+from megatron_rl.reshard.planning.tables import ModelTable
 from megatron_rl.workers.colocated import ColocatedWorker, engine_layout
 from megatron_rl.workers.records import EnginePlan, Role, RolePlan, TrainPlan
 from megatron_rl.workers.saved import rehearse
@@ -31,7 +32,7 @@ def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple
     if tp == 1:
         return ranks
     return colocated_layout(
-        FamilyTable(shape, FAMILIES[shape.architecture]),
+        ModelTable(shape, FAMILIES[shape.architecture]),
         Trainers(topology, cfg.actor.stages(shape.num_layers)),
         tp=tp,
         ep=engine_layout(cfg, ranks).ep,

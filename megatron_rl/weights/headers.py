@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.shape import inspect_critic
+from megatron_rl.models.config_json import inspect_critic
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
@@ -30,7 +30,7 @@ def derived_fault(name: str, values: torch.Tensor, folder: Path) -> str | None:
     if shape is None:
         return f"surplus {name}"
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    wanted = shape.rope_theta**-exponents
+    wanted = torch.tensor(shape.rope.scaled((shape.rope_theta**-exponents).tolist()), dtype=torch.float64)
     if values.is_floating_point() and values.shape == wanted.shape:
         # Half precision rounds the low frequencies.
         half = values.dtype in (torch.float16, torch.bfloat16)

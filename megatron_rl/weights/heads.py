@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_rl.models.rules import Block, LocalParam
-from megatron_rl.models.shape import HeadKind, ModelShape
+from megatron_rl.models.config_json import HeadKind
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import LocalParam
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.weights.safetensors import WeightSource
 
 VALUE_HEAD = WEIGHT, BIAS = "score.weight", "score.bias"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.models.rules import Block
+from megatron_rl.models.layouts import Block
 from megatron_rl.weights.companions import copy_companions, open_to_umask, set_chat_template
 from megatron_rl.weights.end_token import name_end_token
 from megatron_rl.weights.headers import derived_fault, dtype_fault, is_derived

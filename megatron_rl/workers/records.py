@@ -11,7 +11,8 @@ import torch
 
 from megatron_rl.config.run import TrainingConfig
 from megatron_rl.config.sections.actor import ParallelConfig
-from megatron_rl.models.shape import HeadKind, ModelShape
+from megatron_rl.models.config_json import HeadKind
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import OffloadReport, StepReport
 
 Role = Literal["actor", "critic", "reference"]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.errors import ReshardError, RolloutError
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.models.rules import LocalParam, megatron_params
-from megatron_rl.models.shape import read_model_shape
 from tests.e2e.test_vllm_rollout import _gaps, _settings
 from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks

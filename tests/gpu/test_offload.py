@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def _build(folder: str, dtype: str, distributed: bool) -> Any:
     from megatron_rl.mcore import build, convert
-    from megatron_rl.models.shape import read_model_shape
+    from megatron_rl.models.config_json import read_model_shape
     from megatron_rl.weights.safetensors import SafetensorsSource
 
     actor = make_actor(use_distributed_optimizer=distributed)

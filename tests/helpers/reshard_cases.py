@@ -12,13 +12,19 @@ from hypothesis import strategies as st
 
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.rules import LocalParam, hf_shapes
-from megatron_rl.models.shape import ARCHITECTURES, ModelShape, stage_layers
+from megatron_rl.models.shape import Latent, ModelShape
+from megatron_rl.models.stages import stage_layers
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.reshard.plan import BlockIndex, Plan, Shard, bundles_of
 from megatron_rl.reshard.rank_order import best_order, overlaps_of
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, kind_shards, trainer_shards, whole_shards
 
 # The same cases in each run; no time limit, which a busy machine would break.
+REPLICATED = (
+    *("norm.weight", "gate.weight", "gate.e_score_correction_bias"),
+    *("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+)
+"""Ends of the names of HF tensors that every tensor-parallel rank holds whole, on both sides"""
 QUIET = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 Arrays = dict[str, np.ndarray]
 
@@ -27,12 +33,16 @@ def shape_of(
     architecture: str = "LlamaForCausalLM", *, layers: int = 2, heads: int = 4, kv: int = 2, head_dim: int = 2,
     hidden: int = 4, ffn: int = 8, vocab: int = 70, tied: bool = False, experts: int = 4,
 ) -> ModelShape:  # fmt: skip
-    kind = ARCHITECTURES[architecture]
+    has_experts = FAMILIES[architecture].fields.experts
+    latent = architecture == "DeepseekV3ForCausalLM"
     return ModelShape(
         architecture=architecture, num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=kv,
-        head_dim=head_dim, ffn_size=ffn, vocab_size=vocab, tie_word_embeddings=tied, qkv_bias=kind.qkv_bias,
-        rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64, initializer_range=0.02, qk_norm=kind.qk_norm,
-        num_experts=experts if kind.experts else 0, num_experts_per_tok=2 if kind.experts else 0,
+        head_dim=head_dim, ffn_size=ffn, vocab_size=vocab, tie_word_embeddings=tied,
+        rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64, initializer_range=0.02,
+        num_experts=experts if has_experts else 0, num_experts_per_tok=2 if has_experts else 0,
+        dense_layers=layers // 2 if latent else 0, dense_ffn_size=2 * ffn if latent else 0,
+        shared_ffn_size=ffn if latent else 0,
+        latent=Latent(q_rank=3, kv_rank=2, nope_dim=2, rope_dim=1, value_dim=2) if latent else None,
     )  # fmt: skip
 
 
@@ -77,7 +87,7 @@ def cases(draw: st.DrawFn, whole: bool = True) -> Case:
     first = draw(st.sampled_from([None, vpp])) if pp > 1 else None
     layers = pp * vpp if first is None else vpp + (pp - 1) * vpp * draw(st.integers(1, 2))
     world = tp * pp * dp
-    experts, ep, etp = ARCHITECTURES[architecture].experts, 1, 1
+    experts, ep, etp = FAMILIES[architecture].fields.experts, 1, 1
     if experts:
         splits = [(a, b) for a in (1, 2, 4) for b in (1, 2) if world // pp % (a * b) == 0]
         ep, etp = draw(st.sampled_from(splits))

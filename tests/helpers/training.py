@@ -9,7 +9,7 @@ import torch
 from megatron_rl.algos.token_losses import TokenLoss
 from megatron_rl.config.sections.actor import ActorConfig, OptimConfig
 from megatron_rl.data.batching import plan_batches, select_micro_batches
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.types import TrainBatch
 

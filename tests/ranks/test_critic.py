@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.models.shape import read_critic_shape
+from megatron_rl.models.config_json import read_critic_shape
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
 from tests.helpers.training import make_actor, my_micro_batches

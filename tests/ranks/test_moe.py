@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.algos.token_losses import nll_loss
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.rollout.hf_engine import checkpoint_views
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_tiny
@@ -136,9 +138,10 @@ def test_n1_experts_equal_transformers(tmp_path: Path, family: str, layout: str)
     logprobs, entropy = hf_logprobs(model, batch, TEMPERATURE)
     loss = ((-logprobs - ENTROPY * entropy) * batch.columns["loss_weights"]).sum()
     loss.backward()
-    kind = model.config.model_type
-    state = checkpoint_views(model.state_dict(), kind)
-    wanted = checkpoint_views({name: p.grad for name, p in model.named_parameters()}, kind)
+    shape = read_model_shape(folder)
+    table = (shape, FAMILIES[shape.architecture])
+    state = checkpoint_views(model.state_dict(), *table)
+    wanted = checkpoint_views({name: p.grad for name, p in model.named_parameters()}, *table)
     norm = torch.stack([grad.norm() for grad in wanted.values()]).norm()
     expected = _by_sequence([batch], [logprobs.detach()])
     seen: set[tuple[int, ...]] = set()

@@ -22,7 +22,7 @@ def _logprobs(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
 
     cpu.install()
     from megatron_rl.mcore import build, convert
-    from megatron_rl.models.shape import read_model_shape
+    from megatron_rl.models.config_json import read_model_shape
     from megatron_rl.parallel import groups
     from megatron_rl.parallel.topology import topology_of
     from megatron_rl.weights.safetensors import SafetensorsSource

@@ -16,8 +16,8 @@ import torch
 
 from megatron_rl.errors import ReshardError, RolloutError
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import LocalParam
-from megatron_rl.models.shape import read_model_shape
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.shards import trainer_shards
 from tests.helpers.run_ranks import run_ranks
@@ -242,7 +242,7 @@ class PlainTrainer:
 
     def export(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The whole model, as the trainer's dtype has it, in another."""
-        from megatron_rl.models.rules import Block
+        from megatron_rl.models.layouts import Block
 
         blocks = {n: Block(n, (0, size[0]), (0, size[1]) if len(size) == 2 else None) for n, size in self.sizes.items()}
         return {name: self.source.read(block).to(self.dtype).to(dtype) for name, block in blocks.items()}

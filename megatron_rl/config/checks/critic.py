@@ -9,7 +9,7 @@ from megatron_rl.config.checks.model import Models, weight_files
 from megatron_rl.config.checks.words import divisors, listed
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-from megatron_rl.models.shape import inspect_critic
+from megatron_rl.models.config_json import inspect_critic
 
 
 def critic_belongs(cfg: RunConfig) -> list[Fault]:

@@ -9,7 +9,7 @@ from megatron_rl.config.checks.words import divisors, listed, longest_sequence, 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.engines import ENGINES, Engine
 from megatron_rl.errors import Fault
-from megatron_rl.models.engine import VOCAB_PADDING
+from megatron_rl.models.engine import VOCAB_PADDING, engine_tp_choices
 
 
 def _engines(can: Callable[[Engine], bool]) -> str:
@@ -63,7 +63,7 @@ def engine_parallel(cfg: RunConfig, models: Models) -> list[Fault]:
     tp = cfg.rollout.tp
     if shape is None or not cfg.needs.rollouts or cfg.engine.parameters != "fused" or cfg.world_size % tp:
         return []
-    fitting = shape.engine_tp_choices()
+    fitting = engine_tp_choices(shape)
     if tp in fitting:
         return []
     reason = (

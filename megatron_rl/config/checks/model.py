@@ -10,7 +10,8 @@ from typing import Any, cast
 from megatron_rl.config.checks.vocabulary import vocabulary_faults
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-from megatron_rl.models.shape import ModelShape, inspect_model
+from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.shape import ModelShape
 
 
 class Models:
@@ -20,7 +21,7 @@ class Models:
         self._read: dict[tuple[str, str], tuple[ModelShape | None, list[Fault]]] = {}
 
     def inspect(self, path: str, key: str) -> tuple[ModelShape | None, list[Fault]]:
-        """As models.shape.inspect_model."""
+        """As models.config_json.inspect_model."""
         if (path, key) not in self._read:
             self._read[path, key] = inspect_model(path, key)
         shape, faults = self._read[path, key]

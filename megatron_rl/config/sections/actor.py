@@ -10,7 +10,7 @@ from megatron_rl.algos.losses import LOSSES
 from megatron_rl.algos.losses.base import PolicyLoss
 from megatron_rl.config.names import LOSS_MODES
 from megatron_rl.config.sections.base import OneOf, UserPath, section
-from megatron_rl.models.shape import stage_layers
+from megatron_rl.models.stages import stage_layers
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3", "abs"]
@@ -95,7 +95,7 @@ class ParallelConfig:
         return 1 if self.ep > 1 else self.tp
 
     def stages(self, num_layers: int) -> list[list[range]]:
-        """[pp][vpp] layers of each model chunk; ValueError where they cannot be placed (layout.stage_layers)."""
+        """[pp][vpp] layers of each model chunk; ValueError where they cannot be placed (stages.stage_layers)."""
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         return stage_layers(num_layers, self.pp, self.vpp, first, last)
 

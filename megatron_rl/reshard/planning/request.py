@@ -11,11 +11,12 @@ from typing import Any, cast
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.shape import read_model_shape, stage_layers
-from megatron_rl.models.sizes import DEEPSEEK_V3, named_shape
+from megatron_rl.models.config_json import read_model_shape
+from megatron_rl.models.sizes import named_shape
+from megatron_rl.models.stages import stage_layers
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.reshard.planning.cost import Trainers
-from megatron_rl.reshard.planning.tables import DeepSeekTable, FamilyTable, ModelTable
+from megatron_rl.reshard.planning.tables import ModelTable
 
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """dtype -> bytes of one number as it travels"""
@@ -124,15 +125,12 @@ def _number(text: str, whole: bool) -> float | int | None:
 
 
 def table_of(model: str) -> ModelTable:
-    """The tables of a model: a config.json, a folder with one, or a name of config.model_sizes. Raises ConfigError."""
+    """The tables of a model: a config.json, a folder with one, or a name of models/sizes.py. Raises ConfigError."""
     path = Path(model)
     if path.name == "config.json" and path.is_file():
         path = path.parent
     shape = read_model_shape(str(path), "model") if path.is_dir() else named_shape(model)
-    if shape is None:
-        assert model.lower() == DEEPSEEK_V3, model
-        return DeepSeekTable()
-    return FamilyTable(shape, FAMILIES[shape.architecture])
+    return ModelTable(shape, FAMILIES[shape.architecture])
 
 
 def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:

@@ -13,8 +13,8 @@ from examples.quickstart.make_data import make
 from megatron_rl.cli import main
 from megatron_rl.data.render import Renderer
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import hf_shapes
-from megatron_rl.models.shape import read_model_shape
 from megatron_rl.trainers.before import MOST_TOKENS_SHOWN, row_lines
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import ConfigError, Fault
-from megatron_rl.models.shape import ARCHITECTURES, ModelShape, inspect_model, read_model_shape
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import inspect_model, read_model_shape
+from megatron_rl.models.rules import hf_shapes, num_parameters
+from megatron_rl.models.shape import ModelShape
 from tests.helpers.config import faults, load, make_model, only_fault
 
 LLAMA: dict[str, Any] = {
@@ -67,34 +70,30 @@ def test_shape_of_qwen2(tmp_path: Path) -> None:
         ffn_size=320,
         vocab_size=128,
         tie_word_embeddings=True,
-        qkv_bias=True,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
         max_position_embeddings=256,
         initializer_range=0.02,
     )
-    assert shape.num_parameters() == 534_144
+    assert num_parameters(shape, FAMILIES[shape.architecture]) == 534_144
     assert shape.tp_choices() == [1, 2]
 
 
 def test_shape_of_llama_with_the_fields_of_older_files(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, **LLAMA, num_key_value_heads=None, head_dim=64, rope_scaling=None)
-    assert (shape.rope_theta, shape.num_kv_heads, shape.head_dim, shape.qkv_bias) == (500000.0, 4, 64, False)
+    assert (shape.rope_theta, shape.num_kv_heads, shape.head_dim) == (500000.0, 4, 64)
 
 
 def test_parameters_are_those_of_the_tensors(tmp_path: Path) -> None:
-    from megatron_rl.models import FAMILIES
-    from megatron_rl.models.rules import hf_shapes
-
     for changes in ({}, {**LLAMA, "num_key_value_heads": 1, "head_dim": 64}, QWEN3, QWEN3_MOE, MIXTRAL):
         shape = shape_of(tmp_path, **changes)
         shapes = hf_shapes(shape, FAMILIES[shape.architecture])
-        assert shape.num_parameters() == sum(prod(size) for size in shapes.values())
+        assert num_parameters(shape, FAMILIES[shape.architecture]) == sum(prod(size) for size in shapes.values())
 
 
 def test_shape_of_qwen3_has_norms_on_heads(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, **QWEN3)
-    assert (shape.qk_norm, shape.qkv_bias, shape.head_dim, shape.num_experts) == (True, False, 64, 0)
+    assert (shape.head_dim, shape.num_experts) == (64, 0)
     # transformers would take 128 where the entry is absent.
     assert refused(tmp_path, **(QWEN3 | {"head_dim": None})).key.endswith("config.json: head_dim")
 
@@ -102,12 +101,12 @@ def test_shape_of_qwen3_has_norms_on_heads(tmp_path: Path) -> None:
 def test_shape_of_qwen3_moe_and_of_mixtral(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, **QWEN3_MOE)
     assert (shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob) == (8, 2, True)
-    assert (shape.ffn_size, shape.qk_norm) == (96, True)
+    assert shape.ffn_size == 96
     assert shape_of(tmp_path, **(QWEN3_MOE | {"num_experts": None, "num_local_experts": 8})) == shape
     assert not shape_of(tmp_path, **(QWEN3_MOE | {"norm_topk_prob": None})).norm_topk_prob
     shape = shape_of(tmp_path, **MIXTRAL)
     assert (shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob) == (4, 2, True)
-    assert (shape.ffn_size, shape.qk_norm, shape.rope_theta, shape.rms_norm_eps) == (320, False, 1e6, 1e-5)
+    assert (shape.ffn_size, shape.rope_theta, shape.rms_norm_eps) == (320, 1e6, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,13 @@ def test_rope_theta_is_read_from_new_and_old_places(tmp_path: Path) -> None:
 def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     fault = refused(tmp_path, architectures=["MambaForCausalLM"])
     assert fault.key.endswith("config.json: architectures") and fault.value == ["MambaForCausalLM"]
-    assert "Qwen2ForCausalLM, LlamaForCausalLM" in fault.cure
+    assert "LlamaForCausalLM, MixtralForCausalLM" in fault.cure and "Deepseek" not in fault.cure
+
+
+def test_a_family_that_is_only_planned_is_refused_with_the_reason(tmp_path: Path) -> None:
+    fault = refused(tmp_path, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
+    assert fault.key.endswith("config.json: architectures")
+    assert "not supported: multi-head latent attention and shared experts are not trained here" in fault.reason
     assert "does not say" in refused(tmp_path, architectures=[]).reason
     assert refused(tmp_path, model_type="qwen3").key.endswith("config.json: model_type")
 
@@ -328,9 +333,3 @@ def test_a_reference_must_be_the_same_model(tmp_path: Path) -> None:
     empty = make_model(tmp_path / "weightless", weights=False)
     assert "neither model.safetensors" in only_fault(tmp_path, f"ref.path={empty}", "actor.use_kl_loss=true").reason
     assert only_fault(tmp_path, "ref.path=absent", "actor.use_kl_loss=true").key == "ref.path"
-
-
-def test_each_supported_architecture_has_a_weight_table() -> None:
-    from megatron_rl.models import FAMILIES
-
-    assert set(ARCHITECTURES) == set(FAMILIES)

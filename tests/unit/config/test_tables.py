@@ -20,7 +20,7 @@ from megatron_rl.config.tables import (
     layout_table,
     micro_batches,
 )
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from tests.helpers.config import load, make_model
 
 TWO_RANKS = ("cluster.n_gpus_per_node=2",)

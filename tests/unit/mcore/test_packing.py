@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.mcore.attention import grouped_attention
 from megatron_rl.mcore.packing import MicroBatch, pack, plan_groups, zigzag_layout
+from megatron_rl.models.rope import Rope
 from megatron_rl.types import TrainBatch
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def _batch(lens: tuple[int, ...], seed: int = 0) -> TrainBatch:
 
 
 def _pack(batch: TrainBatch, cp: int, rank: int, split: int = 1) -> MicroBatch:
-    return pack(batch, head_dim=HEAD_DIM, rope_theta=100.0, device=CPU, split=split, cp=cp, cp_rank=rank)
+    return pack(batch, head_dim=HEAD_DIM, rope_theta=100.0, rope=Rope(), device=CPU, split=split, cp=cp, cp_rank=rank)
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,7 +18,7 @@ from megatron_rl.models.engine import engine_params, engine_tp_faults, live_para
 from megatron_rl.models.rules import LocalParam, hf_shapes
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.reshard.plan import Shard
-from tests.helpers.reshard_cases import QUIET, built, hf_arrays, shape_of
+from tests.helpers.reshard_cases import QUIET, REPLICATED, built, hf_arrays, shape_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYER = "model.layers.0."
@@ -168,7 +168,7 @@ def test_ranks_of_an_engine_hold_every_number_and_split_ones_once(
                 mine = numbers[(numbers >= first[name]) & (numbers < first[name] + counts[name].size)]
                 np.add.at(counts[name], mine - first[name], 1)
     for name, count in counts.items():
-        copies = tp if name.endswith(("norm.weight", "gate.weight")) else 1
+        copies = tp if name.endswith(REPLICATED) else 1
         if ".k_proj." in name or ".v_proj." in name:
             copies = max(1, tp // kv)
         assert (count == copies).all(), (name, set(count))
@@ -203,7 +203,7 @@ from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as
 experts.UnquantizedFusedMoEMethod.process_weights_after_loading = lambda self, layer: None
 import numpy as np, torch
 from vllm import LLM
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.reshard.plan import Shard

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.fields import ARCHITECTURES
-from megatron_rl.models.shape import inspect_model
+from megatron_rl.models import TRAINED
+from megatron_rl.models.config_json import inspect_model
 from tests.helpers.odd_configs import PASSING, REFUSED, laid_over
 
 BASE: dict[str, Any] = {
@@ -27,9 +27,9 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def write_config(folder: Path, family: str, changes: dict[str, Any]) -> str:
-    name = next(name for name, found in ARCHITECTURES.items() if found.model_type == family)
+    name = next(name for name, found in TRAINED.items() if found.fields.model_type == family)
     fields = BASE | {"architectures": [name], "model_type": family}
-    if ARCHITECTURES[name].experts:
+    if TRAINED[name].fields.experts:
         fields |= EXPERTS
     if family != "qwen3_moe":
         del fields["moe_intermediate_size"]
@@ -65,7 +65,7 @@ def test_all_odd_entries_are_named_at_once(tmp_path: Path) -> None:
     assert {fault.key.rpartition(": ")[2] for fault in faults} == set(changes)
 
 
-@pytest.mark.parametrize("family", [found.model_type for found in ARCHITECTURES.values()])
+@pytest.mark.parametrize("family", [found.fields.model_type for found in TRAINED.values()])
 def test_what_transformers_writes_for_a_family_passes(tmp_path: Path, family: str) -> None:
     """Its own defaults, and everything that another version or program notes in them."""
     from transformers import AutoConfig
@@ -81,4 +81,4 @@ def test_what_transformers_writes_for_a_family_passes(tmp_path: Path, family: st
 
 
 def _named(family: str) -> dict[str, Any]:
-    return {"architectures": [name for name, found in ARCHITECTURES.items() if found.model_type == family]}
+    return {"architectures": [name for name, found in TRAINED.items() if found.fields.model_type == family]}

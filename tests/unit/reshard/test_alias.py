@@ -23,15 +23,12 @@ SHAPE = ModelShape(
     ffn_size=48,
     vocab_size=128,
     tie_word_embeddings=True,
-    qkv_bias=True,
     rms_norm_eps=1e-6,
     rope_theta=1e4,
     max_position_embeddings=64,
     initializer_range=0.02,
 )
-MOE = dataclasses.replace(
-    SHAPE, architecture="MixtralForCausalLM", qkv_bias=False, num_experts=4, num_experts_per_tok=2
-)
+MOE = dataclasses.replace(SHAPE, architecture="MixtralForCausalLM", num_experts=4, num_experts_per_tok=2)
 
 
 def _sharing(shape: ModelShape, *, tp: int, engine_tp: int, rank: int = 0, pp: int = 1, stage: int = 0) -> Sharing:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.cluster.dispatch import Replicas
 from megatron_rl.errors import ReshardError
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.parallel.topology import Topology, topology_of
 from megatron_rl.reshard.shards import EngineLayout
 from megatron_rl.rollout.engine import EnginePart

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.rules import Block, LocalParam, hf_shapes
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import LocalParam, hf_shapes
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.reshard.plan import Move, RankPlan, Shard, bundles_of, make_plan, places
 from megatron_rl.reshard.planning.cost import Trainers, colocated_layout, kind_bundles, placed
-from megatron_rl.reshard.planning.tables import FamilyTable
+from megatron_rl.reshard.planning.tables import ModelTable
 from megatron_rl.reshard.rank_order import best_order, overlaps_of
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.reshard.solve import Bundle, Loads, prove, solve
@@ -86,7 +87,7 @@ def test_w3_w4_every_engine_byte_is_written_once_from_the_export_and_no_byte_mor
 @given(case=cases(whole=False))
 def test_the_accounting_of_bundles_and_the_plan_of_every_tensor_agree_on_each_process(case: Case) -> None:
     engine = case.engine
-    table = FamilyTable(case.shape, FAMILIES[case.shape.architecture])
+    table = ModelTable(case.shape, FAMILIES[case.shape.architecture])
     bundles = kind_bundles(table, Trainers(case.topology, case.stages), tp=engine.tp, ep=engine.ep)
     plan = make_plan(case.trainers(), case.engines(), node_of=case.node_of)
     loads = Loads(plan.loads.placement)
@@ -259,7 +260,7 @@ def test_strided_groups_fall_out_of_the_search() -> None:
     trainers = [[range(2)]]
     order = searched(shape, Topology(8, tp=8), trainers, tp=2, ep=1, per_node=8)
     assert order == (0, 4, 1, 5, 2, 6, 3, 7)
-    table = FamilyTable(shape, FAMILIES[shape.architecture])
+    table = ModelTable(shape, FAMILIES[shape.architecture])
     layout = colocated_layout(table, Trainers(Topology(8, tp=8), trainers), tp=2, gpus_per_node=8)
     assert layout == EngineLayout(2, 1, order)
     rows = overlaps(shape, Topology(8, tp=8), trainers, tp=2)

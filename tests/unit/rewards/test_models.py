@@ -20,7 +20,7 @@ from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.config.sections.reward import JudgeConfig, RewardModelConfig
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import CheckpointError, RewardError
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.workers.judge import JudgePlan, JudgeWorker, read_score
 from megatron_rl.workers.reward_model import RewardModelPlan, RewardModelWorker, same_rendering

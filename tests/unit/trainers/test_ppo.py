@@ -14,8 +14,8 @@ from megatron_rl.config.sections.algorithm import KlCtrlConfig
 from megatron_rl.config.tables import batch_table
 from megatron_rl.data.batching import BatchPlan, from_rollouts
 from megatron_rl.learning.kl_control import KlControl
-from megatron_rl.models.rules import Block
-from megatron_rl.models.shape import read_critic_shape
+from megatron_rl.models.config_json import read_critic_shape
+from megatron_rl.models.layouts import Block
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.ppo import PpoTrainer
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import CheckpointError, RolloutError
-from megatron_rl.models.shape import stage_layers
+from megatron_rl.models.stages import stage_layers
 from megatron_rl.rollout.engine import whole_update
 from megatron_rl.weights.safetensors import SafetensorsSource, write_model
 from megatron_rl.workers.saved import check_saved, rehearse, run_renderer
