@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_rl.errors import DataError
@@ -101,26 +103,35 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Indices in num_parts lists of near-equal total cost, by largest differencing (Karmarkar and Karp 1982)."""
     if num_parts == 1:
         return [list(range(len(costs)))]
-    # A state is (spread, tie-breaker, parts), a part (cost, members), parts from heavy to light.
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for i, cost in enumerate(costs):
-        parts: list[tuple[float, list[int]]] = [(cost, [i])] + [(0.0, []) for _ in range(num_parts - 1)]
-        heap.append((-cost, i, parts))
-    if not heap:
+    count = len(costs)
+    if count == 0:
         return [[] for _ in range(num_parts)]
+    # A state is the sums of num_parts lists, from heavy to light: at first an item and empty lists. Which list an item
+    # ends in follows from the merges, from the last one down.
+    sums = [np.zeros(num_parts) for _ in costs]
+    for state, cost in zip(sums, costs, strict=True):
+        state[0] = cost
+    merges: list[tuple[int, int, npt.NDArray[np.int64]]] = []
+    heap = [(-cost, number) for number, cost in enumerate(costs)]
     heapq.heapify(heap)
-    serial = len(heap)
     while len(heap) > 1:
-        _, _, left = heapq.heappop(heap)
-        _, _, right = heapq.heappop(heap)
-        merged = [
-            (a_cost + b_cost, a_items + b_items)
-            for (a_cost, a_items), (b_cost, b_items) in zip(left, reversed(right), strict=True)
-        ]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
-        serial += 1
-    return [sorted(items) for _, items in heap[0][2]]
+        left, right = heapq.heappop(heap)[1], heapq.heappop(heap)[1]
+        merged = sums[left] + sums[right][::-1]
+        order = np.argsort(-merged, kind="stable")
+        merges.append((left, right, order))
+        sums.append(merged[order])
+        heapq.heappush(heap, (float(sums[-1][-1] - sums[-1][0]), len(sums) - 1))
+    lists: list[list[int]] = [[] for _ in range(num_parts)]
+    # Of each state, the final list that each of its lists is in.
+    final = {heap[0][1]: np.arange(num_parts)}
+    for number in range(len(sums) - 1, count - 1, -1):
+        left, right, order = merges[number - count]
+        of_left = np.empty_like(order)
+        of_left[order] = final.pop(number)
+        final[left], final[right] = of_left, of_left[::-1]
+    for item in range(count):
+        lists[final[item][0]].append(item)
+    return lists
 
 
 def longest_first(costs: Sequence[float], num_parts: int) -> list[list[int]]:
