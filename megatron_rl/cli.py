@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.cluster import stop
 from megatron_rl.config.checks.table import Verb
 from megatron_rl.config.checks.unused import idle_settings
-from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, to_dict, value_of
+from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, settings_of, to_dict
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import Row, batch_table, format_table, layout_table
 from megatron_rl.config.text.foreign import foreign_arguments
@@ -241,7 +241,7 @@ def _print_mapping(resolved: Resolved) -> None:
 def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     cfg = resolved.config
     batch, layout = batch_table(cfg), layout_table(cfg, read_model_shape(cfg.model.path))
-    idle = idle_settings(cfg)
+    idle = [*idle_settings(cfg), *resolved.unused]
     if options.json:
         content = _as_json(resolved, batch, layout, [asdict(one) for one in idle])
         if options.data:
@@ -279,14 +279,13 @@ def _look_at_data(cfg: RunConfig, color: bool | None) -> tuple[list[str], list[s
 
 
 def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, Any]]) -> dict[str, Any]:
-    config = to_dict(resolved.config)
     keys = [
-        {"key": key.name, "value": value_of(config, key.name), "default": key.default, "doc": key.doc}
-        for key in run_schema().keys.values()
+        {"key": key.name, "value": value, "default": key.default, "doc": key.doc}
+        for key, value in settings_of(resolved.config)
     ]
     return {
         "ok": True,
-        "config": config,
+        "config": to_dict(resolved.config),
         "batch": [asdict(row) for row in batch],
         "layout": [asdict(row) for row in layout],
         "idle": idle,
@@ -333,7 +332,7 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     from megatron_rl import trainers
 
     _print_mapping(resolved)
-    _print_idle(idle_settings(resolved.config))
+    _print_idle([*idle_settings(resolved.config), *resolved.unused])
     trainers.run(resolved.config)
     return 0
 

@@ -9,6 +9,11 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 SectionT = TypeVar("SectionT")
 
+
+class Variant:
+    """Base of the records that a key chooses by their `type` (config/sections/base.py, Choice)."""
+
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 """A number from 0 to 1."""
 

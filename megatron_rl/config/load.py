@@ -6,7 +6,7 @@ Files are merged from left to right (mappings merge, lists and values replace), 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,10 +19,11 @@ from megatron_rl.config import verl
 from megatron_rl.config.checks.table import Verb, cross_faults
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.text import interpolation
+from megatron_rl.config.text.choices import settle
 from megatron_rl.config.text.explain import MISSING, bad_value, refused_value, unknown_key
 from megatron_rl.config.text.foreign import foreign_config
 from megatron_rl.config.text.reader import Entry, NoEffect, read_file, read_overrides, resolve_numbers
-from megatron_rl.config.text.schema import Schema, join_key, schema_of, split_key
+from megatron_rl.config.text.schema import Key, Schema, join_key, schema_of, split_key
 from megatron_rl.errors import ConfigError, Fault
 
 
@@ -35,6 +36,8 @@ class Resolved:
     accepted: tuple[NoEffect, ...]
     differs: tuple[NoEffect, ...] = ()
     """What the config means in verl, and is otherwise here."""
+    unused: tuple[NoEffect, ...] = ()
+    """Settings of losses and estimators that were not chosen, written in the flat way of verl."""
 
 
 @cache
@@ -73,8 +76,11 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = (), verb: Verb = "t
         entries, mapped, accepted = translation.entries, translation.mapped, translation.accepted
         differs = translation.differs
         faults += translation.faults
+    settled = settle(entries, schema)
+    faults += settled.faults
+    unreadable |= settled.unreadable
     known: dict[str, Entry] = {}
-    for entry in _known(entries, schema, faults):
+    for entry in _known(settled.entries, schema, faults):
         known.pop(entry.key, None)
         known[entry.key] = entry
     for entry in list(known.values()):
@@ -92,8 +98,8 @@ def resolve(paths: Sequence[str], overrides: Sequence[str] = (), verb: Verb = "t
     if complete:
         faults += [_placed(fault, known) for fault in cross_faults(config, frozenset(unreadable), verb)]
     if faults:
-        raise ConfigError(faults)
-    return Resolved(config, mapped, accepted, differs)
+        raise ConfigError([settled.as_written(fault) for fault in faults])
+    return Resolved(config, mapped, accepted, differs, tuple(settled.unused))
 
 
 def _read(paths: Sequence[str], overrides: Sequence[str], schema: Schema) -> tuple[list[Entry], list[Fault], bool]:
@@ -123,7 +129,7 @@ def _without(entries: list[Entry], removals: list[str], schema: Schema) -> tuple
     for text in removals:
         key = text[1:].partition("=")[0].strip()
         kept = [entry for entry in entries if entry.key != key and not entry.key.startswith(key + ".")]
-        known = [*schema.keys, *schema.sections, *(verl.known_keys() if verl.is_verl(entries) else ())]
+        known = [*schema.keys, *schema.sections, *schema.short, *(verl.known_keys() if verl.is_verl(entries) else ())]
         if len(kept) == len(entries) and not any(name == key or name.startswith(key + ".") for name in known):
             reason = "takes away a key that no file sets, and that does not exist"
             faults.append(Fault(text, None, reason, "remove it, or correct the key"))
@@ -154,7 +160,7 @@ def _known(entries: list[Entry], schema: Schema, faults: list[Fault]) -> list[En
 def _placed(fault: Fault, entries: dict[str, Entry]) -> Fault:
     """The fault with the place that set its key, where one did."""
     name, _, inner = fault.key.partition("[")
-    entry = entries.get(name)
+    entry = entries.get(name) or entries.get(run_schema().short.get(name, ""))
     if entry is None and inner:
         # Below the user's own mapping each name is an entry of its own.
         below = f"{name}.{join_key([inner.split(']')[0]])}"
@@ -215,7 +221,28 @@ def _node(tree: dict[str, Any], parts: list[str]) -> dict[str, Any]:
 
 def to_dict(cfg: RunConfig) -> dict[str, Any]:
     """The run as nested dicts, lists and scalars: what a YAML file would hold."""
-    return dataclasses.asdict(cast(Any, cfg))
+    tree = dataclasses.asdict(cast(Any, cfg))
+    for name, keys in run_schema().choices.items():
+        record: Any = cfg
+        for part in name.split("."):
+            record = getattr(record, part)
+        *above, leaf = name.split(".")
+        node = _node(tree, above)
+        node[leaf] = {"type": keys.choice.type_of(record), **node[leaf]}
+    return tree
+
+
+def settings_of(cfg: RunConfig) -> Iterator[tuple[Key, Any]]:
+    """(key, value) of everything that the run is told; of a loss or an estimator only what the chosen one has."""
+    schema, tree = run_schema(), to_dict(cfg)
+    for key in schema.keys.values():
+        choice = schema.choices.get(key.name.rpartition(".")[0])
+        if choice is None or key.name == choice.type_key:
+            yield key, value_of(tree, key.name)
+            continue
+        chosen = choice.settings[value_of(tree, choice.type_key)]
+        if key.leaf in chosen:
+            yield chosen[key.leaf], value_of(tree, key.name)
 
 
 def dump_yaml(cfg: RunConfig, *, only_changed: bool = False) -> str:
@@ -223,9 +250,8 @@ def dump_yaml(cfg: RunConfig, *, only_changed: bool = False) -> str:
     tree = to_dict(cfg)
     if only_changed:
         changed: dict[str, Any] = {}
-        for key in run_schema().keys.values():
+        for key, value in settings_of(cfg):
             *above, leaf = key.name.split(".")
-            value = value_of(tree, key.name)
             if key.required or value != key.default:
                 _node(changed, above)[leaf] = value
         tree = changed

@@ -37,7 +37,7 @@ class GrpoTrainer(RlTrainer):
 
     def __init__(self, cfg: RunConfig) -> None:
         super().__init__(cfg)
-        self.needs_baselines = cfg.algorithm.estimator.needs_greedy
+        self.needs_baselines = cfg.algorithm.adv_estimator.needs_greedy
         self.flow = self._flow()
 
     def _flow(self) -> Flow:
@@ -146,7 +146,7 @@ class GrpoTrainer(RlTrainer):
             differ = differing(algorithm.filter_groups.metric, results, penalties, cfg.rollout.n)
             dropped |= ~torch.tensor(differ)[group_ids]
         shaped = leave_out(cfg, batch, groups, dropped, old_logprobs)
-        estimator = algorithm.estimator
+        estimator = algorithm.adv_estimator
         advantages = credit(estimator, batch, group_ids, rewards, kept=~dropped, baselines=baselines).advantages
         return self.update_inputs(batch, group_ids, plan, shaped, advantages, old_logprobs, ref_logprobs)
 

@@ -138,9 +138,9 @@ class PpoTrainer(RlTrainer):
         algorithm, mask = self.cfg.algorithm, batch.loss_mask
         values = torch.as_tensor(values, dtype=torch.float32).expand(batch.num_tokens) * mask
         rewards = self.token_rewards(batch, results, old_logprobs, ref_logprobs)
-        found = credit(algorithm.estimator, batch, group_ids, rewards, values=values)
+        found = credit(algorithm.adv_estimator, batch, group_ids, rewards, values=values)
         advantages, returns = found.advantages, found.returns
-        assert returns is not None, algorithm.estimator
+        assert returns is not None, algorithm.adv_estimator
         # The actor leaves out what it may not learn from; the critic's targets hold for every sampled token.
         shaped = leave_out(self.cfg, batch, groups, torch.zeros(batch.num_sequences, dtype=torch.bool), old_logprobs)
         targets = {"old_values": values, "returns": returns}

@@ -123,7 +123,7 @@ def _credit(batch: RankBatch, facts: SequenceFacts, cfg: RunConfig, kl_coef: flo
     if facts.advantages is not None:
         batch.put("advantages", spread(facts.advantages, batch.loss_mask, batch.segments))
         return report
-    estimator = cfg.algorithm.estimator
+    estimator = cfg.algorithm.adv_estimator
     assert isinstance(estimator, TokenEstimator), estimator
     values = batch.column("values") if estimator.needs_values else None
     tokens = CreditTokens(

@@ -61,7 +61,12 @@ def _all_losses(rank: int, world: int, folder: str, layout: dict[str, Any]) -> l
     results = []
     for loss, mode in CASES:
         options = ActorConfig(
-            loss_mode=loss, entropy_coeff=0.01, use_kl_loss=True, kl_loss_type="k3+", kl_loss_importance=True, **layout
+            loss=LOSSES[loss](),
+            entropy_coeff=0.01,
+            use_kl_loss=True,
+            kl_loss_type="k3+",
+            kl_loss_importance=True,
+            **layout,
         )
         micros = my_micro_batches(_batch(mode), actor, rank, world)
         # The columns hold distances from the model's own log-probabilities, so that ratios are near 1.

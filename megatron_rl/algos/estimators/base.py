@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_rl.algos.groups import group_moments, group_sums
+from megatron_rl.settings import Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Estimator:
+class Estimator(Variant):
     """Common to both kinds: what the estimator needs of the run."""
 
     compares_samples: ClassVar[bool] = False

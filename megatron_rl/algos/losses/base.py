@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveFloat
 
-from megatron_rl.settings import section
+from megatron_rl.settings import Variant, section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class LossTokens:
 
 
 @dataclass(frozen=True)
-class PolicyLoss(ABC):
+class PolicyLoss(Variant, ABC):
     """Base of all policy losses."""
 
     @abstractmethod

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.algos.losses.base import ClipRange
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-
-_CLIPPED = ("ppo_clip", "gspo", "cispo")
-_DISCOUNTED = ("gae", "reinforce_plus_plus", "remax")
 
 
 def group_size(cfg: RunConfig) -> list[Fault]:
     """What compares the samples of a prompt has at least two."""
     if not cfg.needs.rollouts or cfg.rollout.n >= 2:
         return []
-    algorithm, name = cfg.algorithm, cfg.algorithm.adv_estimator
-    wanting = [f"adv_estimator {name}"] if ESTIMATORS[name].compares_samples else []
+    algorithm = cfg.algorithm
+    wanting = [f"adv_estimator {algorithm.estimator_name}"] if algorithm.adv_estimator.compares_samples else []
     wanting += ["filter_groups.enable"] if algorithm.filter_groups.enable else []
     wanting += ["drop_flat_groups"] if algorithm.drop_flat_groups else []
     if not wanting:
@@ -28,13 +25,12 @@ def group_size(cfg: RunConfig) -> list[Fault]:
 
 def clip_range(cfg: RunConfig) -> list[Fault]:
     """A ratio is never negative."""
-    actor = cfg.actor
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    if not cfg.needs.rollouts or low <= 1:
+    loss = cfg.actor.loss
+    # clip_ratio_low has this bound of its own.
+    if not cfg.needs.rollouts or not isinstance(loss, ClipRange) or loss.clip_low <= 1:
         return []
-    key = "actor.clip_ratio" if actor.clip_ratio_low is None else "actor.clip_ratio_low"
-    cure = "use at most 1.0, which does not clip"
-    return [Fault(key, low, "the range below 1 ends at a ratio of 0", cure)]
+    cure = "use at most 1.0, which does not clip, or give clip_ratio_low"
+    return [Fault("actor.loss.clip_ratio", loss.clip_low, "the range below 1 ends at a ratio of 0", cure)]
 
 
 def overlong_buffer(cfg: RunConfig) -> list[Fault]:
@@ -76,20 +72,8 @@ def unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not cfg.needs.rollouts:
         return
     actor, algorithm = cfg.actor, cfg.algorithm
-    loss, estimator = actor.loss_mode, algorithm.adv_estimator
-    if loss not in _CLIPPED:
-        keys = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-        yield from ((f"actor.{key}", f"loss_mode {loss} does not clip") for key in keys)
-    if loss != "ppo_clip":
-        yield "actor.clip_ratio_c", "only loss_mode ppo_clip has a dual clip"
-    if loss != "sapo":
-        yield from ((f"actor.{key}", "only loss_mode sapo has a gate") for key in ("tau_pos", "tau_neg"))
     if not actor.use_kl_loss:
         yield "actor.kl_loss_importance", "actor.use_kl_loss is off"
-    if estimator != "grpo":
-        yield "algorithm.norm_adv_by_std_in_grpo", f"adv_estimator is {estimator}"
-    if estimator not in _DISCOUNTED:
-        yield "algorithm.gamma", f"adv_estimator {estimator} does not discount"
     if not algorithm.overlong_buffer.enable:
         why = "overlong_buffer.enable is off"
         yield from ((f"algorithm.overlong_buffer.{key}", why) for key in ("len", "penalty_factor"))

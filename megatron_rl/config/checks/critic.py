@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.algos.estimators import ESTIMATORS
 from megatron_rl.config.checks.model import Models, weight_files
 from megatron_rl.config.checks.words import divisors, listed
 from megatron_rl.config.run import RunConfig
@@ -15,14 +14,12 @@ from megatron_rl.models.config_json import inspect_critic
 def critic_belongs(cfg: RunConfig) -> list[Fault]:
     """algorithm.name ppo, adv_estimator gae and critic.enable come together."""
     name, estimator, enabled = cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.critic.enable
-    needs_values = ESTIMATORS[estimator].needs_values
+    chosen = cfg.algorithm.estimator_name
     if cfg.needs.critic:
         faults: list[Fault] = []
-        if not needs_values:
+        if not estimator.needs_values:
             cure = "set algorithm.adv_estimator=gae, or algorithm.name=grpo, which runs the estimators without a critic"
-            faults.append(
-                Fault("algorithm.adv_estimator", estimator, "PPO's advantages come from a critic (GAE)", cure)
-            )
+            faults.append(Fault("algorithm.adv_estimator", chosen, "PPO's advantages come from a critic (GAE)", cure))
         if not enabled:
             reason = f"algorithm.name {name} needs values, and no critic is trained"
             cure = "set critic.enable=true (a flow may put anything in its place: trainer.flow.replace)"
@@ -30,9 +27,9 @@ def critic_belongs(cfg: RunConfig) -> list[Fault]:
         return faults
     cure = "set algorithm.name=ppo, algorithm.adv_estimator=gae and critic.enable=true, or none of the three"
     faults = []
-    if needs_values and cfg.needs.rollouts:
+    if estimator.needs_values and cfg.needs.rollouts:
         faults.append(
-            Fault("algorithm.adv_estimator", estimator, f"needs a critic, and algorithm.name {name} has none", cure)
+            Fault("algorithm.adv_estimator", chosen, f"needs a critic, and algorithm.name {name} has none", cure)
         )
     if enabled:
         faults.append(Fault("critic.enable", True, f"algorithm.name {name} has no use for a critic", cure))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
+from megatron_rl.settings import Variant
 
 T = TypeVar("T")
 
@@ -37,14 +38,22 @@ class Recorder:
         return view
 
     def read(self, section: object, prefix: str, name: str) -> Any:
-        """The value of a field of `section`: a view where that is a section itself."""
+        """The value of a field of `section`: a view where that is a section itself.
+
+        Whoever reads a record that a key chooses reads its type.
+        """
         value = getattr(section, name)
+        if isinstance(value, Variant):
+            self._note(f"{prefix}{name}.type")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self.view(value, f"{prefix}{name}.")
-        self.reads.add(prefix + name)
-        if prefix + name in self._unreadable:
-            raise UnreadableKey(prefix + name)
+        self._note(prefix + name)
         return value
+
+    def _note(self, key: str) -> None:
+        self.reads.add(key)
+        if key in self._unreadable:
+            raise UnreadableKey(key)
 
 
 @cache

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.algos.losses.base import ClipRange
 from megatron_rl.config.checks import algorithm as algos
 from megatron_rl.config.checks import reward as reward_checks
-from megatron_rl.config.load import run_schema, to_dict, value_of
+from megatron_rl.config.load import run_schema, settings_of
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.text.reader import NoEffect
 from megatron_rl.engines import OPTIONAL_SETTINGS
@@ -17,26 +18,16 @@ from megatron_rl.engines import OPTIONAL_SETTINGS
 _OF_ROLLOUTS = (
     "actor.ppo_mini_batch_size",
     "actor.ppo_epochs",
-    "actor.clip_ratio",
-    "actor.clip_ratio_low",
-    "actor.clip_ratio_high",
-    "actor.loss_mode",
     "actor.entropy_coeff",
     "actor.use_kl_loss",
     "actor.param_offload",
     "actor.grad_offload",
     "actor.optimizer_offload",
-    "algorithm.adv_estimator",
-    "algorithm.norm_adv_by_std_in_grpo",
     "algorithm.use_kl_in_reward",
     "algorithm.drop_flat_groups",
-    "algorithm.gamma",
     "algorithm.overlong_filtering",
     "algorithm.overlong_buffer.enable",
     "algorithm.filter_groups.enable",
-    "actor.clip_ratio_c",
-    "actor.tau_pos",
-    "actor.tau_neg",
     "actor.kl_loss_importance",
     "algorithm.rollout_correction.rollout_is",
     "algorithm.rollout_correction.rollout_rs",
@@ -46,28 +37,25 @@ _OF_ROLLOUTS = (
     "data.metadata_key",
 )
 
+_CHOICES = ("actor.loss.", "algorithm.adv_estimator.")
 _KL_IN_REWARD = ("kl_penalty", "kl_ctrl.type", "kl_ctrl.kl_coef", "kl_ctrl.target_kl", "kl_ctrl.horizon")
-_OF_CRITIC = (
-    "algorithm.lam",
-    "algorithm.lam_critic",
-    "algorithm.lam_length_alpha",
-    "algorithm.whiten_advantages",
-    "trainer.critic_warmup",
-)
+_OF_CRITIC = ("trainer.critic_warmup",)
 _CRITICS_UPDATE = ("loss_agg_mode", "param_offload", "grad_offload", "optimizer_offload")
 
 
 def idle_settings(cfg: RunConfig) -> list[NoEffect]:
     """Keys that differ from their default and have no effect in this run."""
-    schema, tree = run_schema(), to_dict(cfg)
+    settings = {key.name: (value, key.default) for key, value in settings_of(cfg)}
     unread = (*_unread(cfg), *algos.unread(cfg), *reward_checks.unread(cfg))
-    settings = [(key, value_of(tree, key), why) for key, why in unread]
-    return [NoEffect(key, value, why) for key, value, why in settings if value != schema.keys[key].default]
+    unlike = [(key, *settings[key], why) for key, why in unread]
+    return [NoEffect(key, value, why) for key, value, default, why in unlike if value != default]
 
 
 def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not cfg.needs.rollouts:
-        yield from ((key, f"algorithm.name {cfg.algorithm.name} does not read it") for key in _OF_ROLLOUTS)
+        chosen = [key.name for key, _ in settings_of(cfg) if key.name.startswith(_CHOICES)]
+        why = f"algorithm.name {cfg.algorithm.name} does not read it"
+        yield from ((key, why) for key in (*_OF_ROLLOUTS, *chosen))
     if not cfg.actor.use_kl_loss:
         yield from ((f"actor.{key}", "actor.use_kl_loss is off") for key in ("kl_loss_coef", "kl_loss_type"))
     if not cfg.algorithm.use_kl_in_reward:
@@ -75,8 +63,9 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     yield from ((f"critic.{key}", why) for key, why in _unread_of_critic(cfg))
     if not cfg.needs.critic:
         yield from ((key, "only an algorithm with a critic reads it") for key in _OF_CRITIC)
-    if cfg.actor.clip_ratio_low is not None and cfg.actor.clip_ratio_high is not None:
-        yield "actor.clip_ratio", "clip_ratio_low and clip_ratio_high decide"
+    loss = cfg.actor.loss
+    if isinstance(loss, ClipRange) and loss.clip_ratio_low is not None and loss.clip_ratio_high is not None:
+        yield "actor.loss.clip_ratio", "clip_ratio_low and clip_ratio_high decide"
     if cfg.actor.optim.lr_scheduler == "constant":
         yield from (
             (f"actor.optim.{key}", "lr_scheduler is constant: the rate does not decay")

@@ -8,13 +8,20 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from megatron_rl.algos.losses import LOSSES
 from megatron_rl.algos.losses.base import PolicyLoss
-from megatron_rl.config.names import LOSS_MODES
-from megatron_rl.config.sections.base import OneOf, UserPath, section
+from megatron_rl.algos.losses.ppo_clip import PpoClip
+from megatron_rl.config.sections.base import Choice, UserPath, section
 from megatron_rl.models.stages import stage_layers
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3", "abs"]
 KlLossType = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
+_LOSS_SHORT = {
+    "loss_mode": "type",
+    **{
+        name: name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+    },
+}
+"""actor.<key> that is short for actor.loss.<setting>"""
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -117,20 +124,8 @@ class ActorConfig(ParallelConfig):
     """Free the gradient buffers during generation (each update starts from zero gradients)."""
     optimizer_offload: bool = False
     """Offload the optimizer state and the float32 master parameters to host memory during generation."""
-    clip_ratio: PositiveFloat = 0.2
-    """Clipping range of the policy ratio, used on each side that has no range of its own."""
-    clip_ratio_low: PositiveFloat | None = None
-    """Range below 1; clip_ratio when not given."""
-    clip_ratio_high: PositiveFloat | None = None
-    """Range above 1 (DAPO's clip-higher); clip_ratio when not given."""
-    clip_ratio_c: Annotated[float, Field(gt=1.0)] | None = 3.0
-    """Dual clip of ppo_clip: where the advantage is negative the ratio counts as at most this; null turns it off."""
-    tau_pos: PositiveFloat = 1.0
-    """Temperature of sapo's soft gate where the advantage is positive."""
-    tau_neg: PositiveFloat = 1.05
-    """Temperature of sapo's soft gate elsewhere: higher closes it faster."""
-    loss_mode: Annotated[str, OneOf(LOSS_MODES)] = "ppo_clip"
-    """Policy loss: a name of megatron_rl.algos.losses.LOSSES."""
+    loss: Annotated[PolicyLoss, Choice(LOSSES, "ppo_clip", _LOSS_SHORT)] = Field(default_factory=PpoClip)
+    """Policy loss: a name of megatron_rl.algos.losses.LOSSES, or the name as `type` beside its settings."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses are averaged into one loss, always over the global mini-batch."""
     entropy_coeff: NonNegativeFloat = 0.0
@@ -148,13 +143,6 @@ class ActorConfig(ParallelConfig):
     def offloaded(self) -> tuple[str, ...]:
         """Kinds of memory that are offloaded during generation."""
         return offloaded_kinds(self.param_offload, self.grad_offload, self.optimizer_offload)
-
-    @property
-    def loss(self) -> PolicyLoss:
-        """The policy loss with its settings."""
-        chosen = LOSSES[self.loss_mode]
-        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
-        return chosen(**{name: getattr(self, name) for name in names if name in chosen.__dataclass_fields__})
 
 
 @section

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megatron_rl.algos.estimators import ESTIMATORS
 from megatron_rl.algos.estimators.base import Estimator
+from megatron_rl.algos.estimators.grpo import Grpo
 from megatron_rl.config.algorithms import AlgorithmName
 from megatron_rl.config.sections.actor import KlType
-from megatron_rl.config.sections.base import OneOf, section
-from megatron_rl.settings import Share
+from megatron_rl.config.sections.base import Choice, section
+
+_ESTIMATOR_SHORT = {
+    "norm_adv_by_std_in_grpo": "norm_by_std",
+    **{name: name for name in ("gamma", "lam", "lam_critic", "lam_length_alpha", "whiten_advantages")},
+}
+"""algorithm.<key> that is short for algorithm.adv_estimator.<setting>"""
+_CHOICE = Choice(ESTIMATORS, "grpo", _ESTIMATOR_SHORT)
 
 
 @section
@@ -88,10 +94,8 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     name: AlgorithmName = "grpo"
     """Training algorithm; each is one file of megatron_rl/trainers."""
-    adv_estimator: Annotated[str, OneOf(tuple(ESTIMATORS))] = "grpo"
-    """Advantage estimator: a name of megatron_rl.algos.estimators.ESTIMATORS."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide group advantages by the group's standard deviation (GRPO); false is Dr.GRPO's form."""
+    adv_estimator: Annotated[Estimator, _CHOICE] = Field(default_factory=Grpo)
+    """Advantage estimator: a name of megatron_rl.algos.estimators.ESTIMATORS, or that as `type` beside its settings."""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef * KL(policy, reference) from the reward."""
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
@@ -99,16 +103,6 @@ class AlgorithmConfig:
     """KL estimator of the KL in the reward."""
     drop_flat_groups: bool = False
     """Leave groups whose samples all have the same reward out of the update (advantage 0); they are counted."""
-    gamma: Share = 1.0
-    """Discount of later rewards: of GAE, REINFORCE++ and ReMax."""
-    lam: Share = 1.0
-    """GAE's lambda of the policy's advantages."""
-    whiten_advantages: bool = True
-    """Shift and scale GAE's advantages to mean 0 and deviation 1 over all tokens of the step (PPO)."""
-    lam_critic: Share | None = None
-    """GAE's lambda of the critic's returns (VAPO: 1.0); lam when not given."""
-    lam_length_alpha: PositiveFloat | None = None
-    """Length-adaptive lambda of the policy's advantages, 1 - 1 / (alpha * length) (VAPO: 0.05), in place of lam."""
     overlong_filtering: bool = False
     """Mask responses that hit the length limit in the loss (DAPO); their rewards still count in their group."""
     overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
@@ -122,13 +116,6 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
 
     @property
-    def estimator(self) -> Estimator:
-        """The estimator with its settings."""
-        chosen = ESTIMATORS[self.adv_estimator]
-        settings = {
-            "norm_by_std": self.norm_adv_by_std_in_grpo,
-            **{name: getattr(self, name) for name in ("gamma", "lam", "lam_critic", "lam_length_alpha")},
-            "whiten_advantages": self.whiten_advantages,
-        }
-        known = {field.name for field in fields(chosen)}
-        return chosen(**{name: value for name, value in settings.items() if name in known})
+    def estimator_name(self) -> str:
+        """The name of adv_estimator."""
+        return _CHOICE.type_of(self.adv_estimator)

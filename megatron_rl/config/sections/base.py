@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
 from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler
-from pydantic_core.core_schema import CoreSchema, literal_schema
+from pydantic_core.core_schema import (
+    CoreSchema,
+    literal_schema,
+    no_info_before_validator_function,
+    tagged_union_schema,
+)
 
+from megatron_rl.settings import Variant
 from megatron_rl.settings import section as section
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -31,3 +38,44 @@ class OneOf:
 
 OneOrMany = BeforeValidator(_one_as_list)
 """Lets a list of strings be written as a single string."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Mark of a key that holds one of several records of settings: a name, or {type: name, setting: value, ...}.
+
+    Example: Annotated[PolicyLoss, Choice(LOSSES, "ppo_clip", {"loss_mode": "type"})] reads `loss: sapo` and
+    `loss: {type: sapo, tau_pos: 1.0}`.
+    """
+
+    classes: Mapping[str, type[Variant]]
+    default: str
+    """the type if none is given"""
+    short: Mapping[str, str]
+    """key beside this one -> the setting that it means, or "type": the names that verl's users know"""
+
+    def type_of(self, record: Variant) -> str:
+        """The name of the record's class."""
+        return next(name for name, chosen in self.classes.items() if record.__class__ is chosen)
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices: dict[object, CoreSchema] = {
+            name: no_info_before_validator_function(_without_type, handler.generate_schema(chosen))
+            for name, chosen in self.classes.items()
+        }
+        return tagged_union_schema(choices, self._tag)
+
+    def _tag(self, value: object) -> str | None:
+        if isinstance(value, Variant):
+            return next((name for name, chosen in self.classes.items() if value.__class__ is chosen), None)
+        if isinstance(value, str):
+            return value
+        return cast("dict[str, str]", value).get("type", self.default) if isinstance(value, dict) else None
+
+
+def _without_type(value: object) -> object:
+    if isinstance(value, str):
+        return {}
+    if isinstance(value, dict):
+        return {name: setting for name, setting in cast("dict[str, object]", value).items() if name != "type"}
+    return value

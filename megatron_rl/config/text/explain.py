@@ -113,12 +113,16 @@ def refused_value(schema: Schema, error: Mapping[str, Any]) -> tuple[str, Fault]
     """(key, Fault) of one of pydantic's errors on a RunConfig."""
     parts: tuple[Any, ...] = error["loc"]
     name, shown = "", ""
+    chosen: dict[str, Key] = {}
     for part in parts:
-        if name in schema.keys:
+        if name in schema.choices and not chosen:
+            chosen = schema.choices[name].settings[str(part)]
+        elif name in schema.keys:
             shown += f"[{part}]"
         else:
             name = shown = f"{name}.{part}" if name else str(part)
     key, kind, value = schema.keys[name], str(error["type"]), error["input"]
+    key = chosen.get(key.leaf, key)
     if kind == "missing":
         return name, Fault(name, None, MISSING, f"add it: {_about(key)}")
     if kind in _BOUNDS:
@@ -126,11 +130,12 @@ def refused_value(schema: Schema, error: Mapping[str, Any]) -> tuple[str, Fault]
         limit = f"{error['ctx'][bound]:g}"
         return name, Fault(shown, value, f"{reason} {limit}", f"{cure} {limit}{_default(key)}")
     if kind == "literal_error":
-        return name, _choice_fault(key, shown, value)
+        return name, refused_choice(key, shown, value)
     return name, _type_fault(key, shown, value, kind.partition("_")[0], str(error["msg"]))
 
 
-def _choice_fault(key: Key, shown: str, value: object) -> Fault:
+def refused_choice(key: Key, shown: str, value: object) -> Fault:
+    """The fault of a value that is none of a key's choices. shown: the key as the reader knows it."""
     choices = [str(choice) for choice in _choices(key.annotation)]
     close = difflib.get_close_matches(str(value).lower(), choices, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

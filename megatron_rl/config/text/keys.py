@@ -106,7 +106,20 @@ def as_markdown(schema: Schema) -> str:
     for key in schema.keys.values():
         if key.name.rpartition(".")[0] != section:
             section = key.name.rpartition(".")[0]
-            parts.append(f"\n## {section}\n\n| key | kind | default | meaning |\n|---|---|---|---|\n")
+            parts.append(f"\n## {section}\n\n{_short_of(schema, section)}")
+            parts.append("| key | kind | default | meaning |\n|---|---|---|---|\n")
         cells = (f"`{key.leaf}`", kind_text(key.annotation), f"`{default_text(key)}`", " ".join(key.doc.split()))
         parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
+
+
+def _short_of(schema: Schema, section: str) -> str:
+    """How the keys of a Choice can be written too; "" for other sections."""
+    choice = schema.choices.get(section)
+    if choice is None:
+        return ""
+    short = ", ".join(f"`{key}`" for key in choice.short)
+    return (
+        f"`{section}: name`, or `{section}: {{type: name, setting: value}}` with settings of that type."
+        f"\nverl's flat keys mean the same: {short}.\n\n"
+    )

@@ -8,11 +8,13 @@ import re
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, get_args, get_origin
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, Protocol, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
+from megatron_rl.config.sections.base import Choice, OneOf
 from megatron_rl.errors import Fault
 
 _PLAIN = re.compile(r"""[^."'=\s]+""")
@@ -138,11 +140,43 @@ class Key:
 
 
 @dataclass(frozen=True)
+class ChoiceKeys:
+    """Keys of one Choice, which `name` is the key of: `name.type`, and the settings of each type."""
+
+    name: str
+    choice: Choice
+    settings: dict[str, dict[str, Key]]
+    """type -> name of a setting -> its key, name.setting"""
+    short: dict[str, str]
+    """key that means one of these -> that one: actor.tau_pos -> actor.loss.tau_pos"""
+
+    @property
+    def type_key(self) -> str:
+        """The key of the type."""
+        return f"{self.name}.type"
+
+    def types_with(self, setting: str) -> list[str]:
+        """Types that have this setting."""
+        return [name for name, settings in self.settings.items() if setting in settings]
+
+
+@dataclass(frozen=True)
 class Schema:
-    """All keys of a section class, and the names of the sections between them ("actor", "actor.optim")."""
+    """All keys of a section class, and the names of the sections between them ("actor", "actor.optim").
+
+    A key that only some types of a Choice have is in `keys` as the first of them has it.
+    """
 
     keys: dict[str, Key]
     sections: frozenset[str]
+    choices: dict[str, ChoiceKeys] = field(default_factory=dict[str, ChoiceKeys])
+    """key of a Choice -> its keys"""
+
+    @cached_property
+    def short(self) -> dict[str, str]:
+        """Key that is short for another -> that one; the key of a Choice is short for its type."""
+        short = {name: keys.type_key for name, keys in self.choices.items()}
+        return short | {key: full for keys in self.choices.values() for key, full in keys.short.items()}
 
     def section_of(self, name: str) -> str:
         """The deepest section that `name` lies in; "" when its first part is no section."""
@@ -153,7 +187,8 @@ class Schema:
         return ""
 
     def key_of(self, name: str) -> Key | None:
-        """The key that `name` is, or that it lies in when that key is a free mapping."""
+        """The key that `name` is or is short for, or that it lies in when that key is a free mapping."""
+        name = self.short.get(name, name)
         if name in self.keys:
             return self.keys[name]
         while name:
@@ -210,25 +245,52 @@ def _spelled(annotation: Any) -> list[Any]:
 
 def schema_of(cls: type[Any]) -> Schema:
     """Keys of the section class `cls` and of the sections in it, in the order of declaration."""
-    keys: dict[str, Key] = {}
+    schema = Schema({}, frozenset())
     sections: set[str] = set()
-    _collect(cls, "", keys, sections)
-    return Schema(keys, frozenset(sections))
+    _collect(cls, "", schema, sections)
+    return replace(schema, sections=frozenset(sections))
 
 
-def _collect(cls: type[Any], prefix: str, keys: dict[str, Key], sections: set[str]) -> None:
+def _collect(cls: type[Any], prefix: str, schema: Schema, sections: set[str]) -> None:
     infos: dict[str, Any] = cls.__pydantic_fields__
     hints = typing.get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        name, hint, info = prefix + field.name, hints[field.name], infos[field.name]
+    for one in dataclasses.fields(cls):
+        name, hint, info = prefix + one.name, hints[one.name], infos[one.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             sections.add(name)
-            _collect(hint, name + ".", keys, sections)
+            _collect(hint, name + ".", schema, sections)
+            continue
+        choice = _choice_in(hint)
+        if choice is not None:
+            sections.add(name)
+            _collect_choice(name, prefix, choice, _doc(cls, one.name), schema)
             continue
         required = info.is_required()
         default = None if required else info.get_default(call_default_factory=True)
         assert default is not PydanticUndefined, name
-        keys[name] = Key(name, hint, default, required, _doc(cls, field.name))
+        schema.keys[name] = Key(name, hint, default, required, _doc(cls, one.name))
+
+
+def _choice_in(annotation: Any) -> Choice | None:
+    marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((mark for mark in marks if isinstance(mark, Choice)), None)
+
+
+def _collect_choice(name: str, prefix: str, choice: Choice, doc: str, schema: Schema) -> None:
+    settings: dict[str, dict[str, Key]] = {}
+    for type_name, chosen in choice.classes.items():
+        of_type = schema_of(chosen)
+        assert not of_type.sections, f"{chosen}: a setting that is a section itself has no key here"
+        settings[type_name] = {key.name: replace(key, name=f"{name}.{key.name}") for key in of_type.keys.values()}
+    short = {prefix + key: f"{name}.{setting}" for key, setting in choice.short.items()}
+    keys = ChoiceKeys(name, choice, settings, short)
+    schema.choices[name] = keys
+    names = Annotated[str, OneOf(tuple(choice.classes))]
+    schema.keys[keys.type_key] = Key(keys.type_key, names, choice.default, False, doc)
+    for of_type in settings.values():
+        for setting, key in of_type.items():
+            types = ", ".join(keys.types_with(setting))
+            schema.keys.setdefault(key.name, replace(key, doc=f"{key.doc} ({types})"))
 
 
 def _doc(cls: type[Any], field: str) -> str:

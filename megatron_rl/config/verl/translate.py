@@ -98,7 +98,9 @@ def _target(key: str) -> str | None:
 def _takes_null(schema: Schema, key: str, ours: str) -> bool:
     if key in keys.SPECIAL and None in keys.SPECIAL[key][1]:
         return True
-    return schema.keys[ours].takes_null
+    known = schema.key_of(ours)
+    assert known is not None, ours
+    return known.takes_null
 
 
 def _choice(work: Work, key: str, value: Any) -> None:

@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.algos.correction import mismatch_metrics
 from megatron_rl.algos.groups import flat_groups
-from megatron_rl.algos.losses import LOSSES
 from megatron_rl.algos.losses.base import LossTokens
 from megatron_rl.algos.losses.ppo_clip import PpoClip
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.algos.token_losses import KlTerm, UpdateLoss
-from megatron_rl.config.names import LOSS_MODES
-
-
-def test_config_names_equal_the_registries() -> None:
-    assert LOSSES.keys() == set(LOSS_MODES)
 
 
 def test_flat_groups_are_found_whatever_their_score() -> None:

@@ -33,7 +33,7 @@ def test_keys_lists_every_key_with_kind_default_and_meaning(capsys: pytest.Captu
     for key in run_schema().keys.values():
         assert f"{key.name}   " in out and " ".join(key.doc.split()) in out
     assert "model.path   required   (text)" in out
-    assert "actor.loss_mode   default ppo_clip   (ppo_clip | gspo | cispo" in out
+    assert "actor.loss.type   default ppo_clip   (ppo_clip | gspo | cispo" in out
     assert "rollout.top_p   default 1.0   (number, above 0, at most 1)" in out
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.algos.losses import LOSSES
 from megatron_rl.config.checks.table import cross_faults
-from megatron_rl.config.names import LOSS_MODES
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.config.sections.cluster import ClusterConfig
@@ -201,7 +201,7 @@ def test_a_reference_that_nothing_reads(tmp_path: Path) -> None:
 def test_unknown_estimator_and_loss_list_what_is_known(tmp_path: Path) -> None:
     found = faults(tmp_path, "algorithm.adv_estimator=rlo", "actor.loss_mode=ppoclip")
     assert [(fault.key, fault.cure) for fault in found] == [
-        ("actor.loss_mode", f"did you mean ppo_clip? choices: {', '.join(LOSS_MODES)}"),
+        ("actor.loss_mode", f"did you mean ppo_clip? choices: {', '.join(LOSSES)}"),
         ("algorithm.adv_estimator", f"did you mean rloo? choices: {', '.join(ESTIMATORS)}"),
     ]
 

@@ -25,11 +25,17 @@ def test_no_spelling_of_infinity_or_nan_passes_a_bound(tmp_path: Path, key: str,
     assert "write a number" in fault.cure
 
 
+def _types_with(key: str) -> list[str]:
+    """What chooses a loss or an estimator that has this setting."""
+    choice = run_schema().choices.get(key.rpartition(".")[0])
+    return [] if choice is None else [f"{choice.type_key}={choice.types_with(key.rpartition('.')[2])[0]}"]
+
+
 @pytest.mark.parametrize("key", FLOATS)
 def test_every_number_of_the_config_refuses_them(tmp_path: Path, key: str) -> None:
     """Whatever its bounds are, and as text too. Other keys may be at fault as well when this one is not readable."""
     for text in ("inf", ".nan", "1e999"):
-        found = [fault for fault in faults_of(tmp_path, f"{key}={text}") if fault.key == key]
+        found = [fault for fault in faults_of(tmp_path, *_types_with(key), f"{key}={text}") if fault.key == key]
         assert len(found) == 1 and "finite" in found[0].reason, (key, text)
         assert "write a number" in found[0].cure
 

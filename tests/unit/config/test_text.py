@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.algos.losses.ppo_clip import PpoClip
 from megatron_rl.config.load import dump_yaml, load_config, resolve
 from megatron_rl.config.text.schema import join_key, split_key
 from megatron_rl.errors import ConfigError, Fault
@@ -227,7 +228,7 @@ def test_hydras_forms_of_an_override(tmp_path: Path) -> None:
     ]
     cfg = resolve([path], overrides).config
     assert (cfg.trainer.experiment_name, cfg.trainer.total_epochs, cfg.trainer.project_name) == ("a", 5, "megatron_rl")
-    assert (cfg.actor.optim.adam_beta2, cfg.actor.clip_ratio_c) == (0.95, None)
+    assert (cfg.actor.optim.adam_beta2, cfg.actor.loss) == (0.95, PpoClip(clip_ratio_c=None))
     assert cfg.data.apply_chat_template_kwargs == {"enable_thinking": False}
     assert cfg.trainer.default_local_dir == "some folder/a=b"
     with pytest.raises(ConfigError, match="takes away a key that no file sets"):

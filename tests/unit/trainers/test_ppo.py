@@ -175,8 +175,8 @@ def test_a_value_head_is_read_where_the_folder_has_one_and_starts_at_zero_elsewh
 
 
 def test_settings_of_a_critic_that_nothing_reads_are_named(tmp_path: Path) -> None:
-    off = load(tmp_path, "critic.ppo_epochs=2", "critic.optim.lr=1e-3", "algorithm.lam=0.9")
-    assert [one.key for one in idle_settings(off)] == ["critic.optim.lr", "critic.ppo_epochs", "algorithm.lam"]
+    off = load(tmp_path, "critic.ppo_epochs=2", "critic.optim.lr=1e-3")
+    assert [one.key for one in idle_settings(off)] == ["critic.optim.lr", "critic.ppo_epochs"]
     own = load(tmp_path, *PPO, "critic.ppo_epochs=2", "critic.vf_coef=0.1", "algorithm.lam=0.9")
     assert [one.key for one in idle_settings(own)] == ["critic.vf_coef"]
     shared = load(tmp_path, *PPO, "critic.share_backbone=true", "critic.optim.lr=1e-3", "critic.vf_coef=0.1")

@@ -150,7 +150,7 @@ def check_tutorial(resolved: Resolved, folder: Path) -> None:
     assert (actor.ppo_micro_batch_size_per_gpu, actor.tp, actor.entropy_coeff) == (32, 2, 0.0)
     assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "k3")
     assert (cfg.rollout.name, cfg.rollout.n, cfg.rollout.gpu_memory_utilization) == ("vllm", 5, 0.6)
-    assert (cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.algorithm.kl_ctrl.kl_coef) == ("grpo", "grpo", 0.001)
+    assert (cfg.algorithm.name, cfg.algorithm.estimator_name, cfg.algorithm.kl_ctrl.kl_coef) == ("grpo", "grpo", 0.001)
     assert (cfg.trainer.logger, cfg.trainer.total_epochs) == (["console", "wandb"], 15)
     # verl's save_freq -1 saves nothing; here that is 0.
     assert (cfg.trainer.save_freq, cfg.trainer.test_freq) == (0, 5)
@@ -232,7 +232,7 @@ def test_verls_defaults_hold_where_it_is_silent_and_are_shown(tmp_path: Path) ->
 def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_with_a_critic(tmp_path: Path) -> None:
     path = write(tmp_path / "ppo.yaml", Path(tutorial(tmp_path)).read_text().replace("  adv_estimator: grpo\n", ""))
     cfg = resolve([path]).config
-    assert (cfg.algorithm.name, cfg.algorithm.adv_estimator, cfg.critic.enable) == ("ppo", "gae", True)
+    assert (cfg.algorithm.name, cfg.algorithm.estimator_name, cfg.critic.enable) == ("ppo", "gae", True)
     with pytest.raises(ConfigError) as caught:
         resolve([path], ["critic.enable=false"])
     [fault] = caught.value.faults
@@ -458,7 +458,7 @@ def test_tables_point_at_keys_that_exist_and_do_not_contradict_each_other() -> N
     targets = [*verl_keys.RENAMED.values(), *verl_keys.FREE.values()]
     targets += [ours for ours, _ in (*verl_keys.CHOICES.values(), *verl_keys.SPECIAL.values())]
     targets += [ours for ours, _ in verl_keys.DEFAULTS.values()]
-    assert set(targets) <= set(schema.keys)
+    assert set(targets) <= {*schema.keys, *schema.short}
     tables = (verl_keys.RENAMED, verl_keys.SPECIAL, verl_keys.CHOICES, verl_keys.FREE)
     keys = [key for table in tables for key in table]
     assert len(keys) == len(set(keys)) and not set(keys) & set(neutral.NEUTRAL)
