@@ -10,9 +10,37 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.config import base_settings
+
 ROOT = Path(__file__).resolve().parents[2]
 DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ADDED = re.compile(r"^\+\+\+ b/(\S+)$", re.MULTILINE)
+FROM_CONFIG_TO_LOSS = """
+import sys, torch
+from megatron_rl.algos.estimators.base import ScoredSequences
+from megatron_rl.algos.token_losses import UpdateLoss
+from megatron_rl.config.load import load_config
+from megatron_rl.errors import ConfigError
+
+cfg = load_config([], sys.argv[1:])
+tokens = torch.tensor([-1.0, -2.0], requires_grad=True)
+columns = {"advantages": torch.tensor([1.0, -1.0]), "old_logprobs": torch.tensor([-1.5, -1.5])}
+losses, metrics = UpdateLoss(cfg.actor.loss)(tokens, torch.zeros(2), columns)
+losses.sum().backward()
+width = cfg.actor.loss.width
+wanted = -(1 + width * torch.tanh((torch.tensor([0.5, -0.5]).exp() - 1) / width)) * columns["advantages"]
+assert width == 0.3 and torch.allclose(losses, wanted) and bool(tokens.grad.all()), (losses, wanted)
+returns = torch.tensor([9.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+ones = torch.ones(4, dtype=torch.int64)
+advantages = cfg.algorithm.adv_estimator(ScoredSequences(returns, 0 * ones, ones))
+assert advantages.tolist()[0] == 1.25 and cfg.algorithm.estimator_name == "clipped_grpo", advantages
+try:
+    load_config([], [*sys.argv[1:], "actor.loss.width=0", "algorithm.adv_estimator.bond=1"])
+except ConfigError as error:
+    faults = {fault.key: fault for fault in error.faults}
+assert "above 0" in faults["actor.loss.width"].reason
+assert "did you mean bound" in faults["algorithm.adv_estimator.bond"].cure
+"""
 USE = """
 from types import SimpleNamespace
 from my_rewards import close
@@ -49,6 +77,26 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_diffs_add_works(changed: Path) -> None:
     done = subprocess.run([sys.executable, "-c", USE], cwd=changed, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_loss_and_an_estimator_go_from_the_config_to_an_objective(changed: Path) -> None:
+    settings = [*base_settings(changed), "actor.loss={type: soft_clip, width: 0.3}"]
+    settings += ["algorithm.adv_estimator={type: clipped_grpo, bound: 1.25}"]
+    command = [sys.executable, "-c", FROM_CONFIG_TO_LOSS, *settings]
+    done = subprocess.run(command, cwd=changed, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_addition_is_one_file_and_at_most_two_lines_of_another() -> None:
+    """An import and a line of a table; an engine and a reward not even that."""
+    for diff in diffs():
+        parts = re.split(r"^(?=--- )", diff, flags=re.MULTILINE)[1:]
+        new = [part for part in parts if part.startswith("--- /dev/null")]
+        changes = [part for part in parts if part not in new]
+        assert len(new) == 1 and len(changes) <= 1, diff
+        for part in changes:
+            lines = [line for line in part.splitlines()[2:] if line[:1] in "+-"]
+            assert len(lines) == 2 and all(line[0] == "+" for line in lines), part
 
 
 def test_what_the_diffs_add_keeps_the_style(changed: Path) -> None:
