@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast, get_args, get_origin
@@ -119,7 +120,8 @@ def _short_of(schema: Schema, section: str) -> str:
     if choice is None:
         return ""
     short = ", ".join(f"`{key}`" for key in choice.short)
-    return (
-        f"`{section}: name`, or `{section}: {{type: name, setting: value}}` with settings of that type."
-        f"\nverl's flat keys mean the same: {short}.\n\n"
+    text = (
+        f"`{section}: name`, or `{section}: {{type: name, setting: value}}` with settings of that type. verl's flat "
+        f"keys mean the same: {short}."
     )
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n\n"
