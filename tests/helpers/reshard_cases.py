@@ -20,11 +20,6 @@ from megatron_rl.reshard.rank_order import best_order, overlaps_of
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, kind_shards, trainer_shards, whole_shards
 
 # The same cases in each run; no time limit, which a busy machine would break.
-REPLICATED = (
-    *("norm.weight", "gate.weight", "gate.e_score_correction_bias"),
-    *("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
-)
-"""Ends of the names of HF tensors that every tensor-parallel rank holds whole, on both sides"""
 QUIET = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 Arrays = dict[str, np.ndarray]
 

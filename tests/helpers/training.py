@@ -50,6 +50,26 @@ def build(
     return build.make_trainable(policy, actor.optim, total_steps)
 
 
+def folder_logprobs(rank: int, world: int, folders: list[str], batch: TrainBatch) -> list[torch.Tensor]:
+    """For run_ranks: the log-probabilities of `batch` [T] under the model of each folder, in float32, on one rank."""
+    from megatron_rl.mcore import cpu
+
+    cpu.install()
+    from megatron_rl.mcore import build, convert
+    from megatron_rl.parallel import groups
+    from megatron_rl.weights.safetensors import SafetensorsSource
+
+    actor = make_actor()
+    groups.init_model_parallel(topology_of(actor, world), actor.vpp)
+    logprobs: list[torch.Tensor] = []
+    for folder in folders:
+        model = build.build_model(read_model_shape(folder), actor, "float32", rank_device())
+        convert.load_hf(model, SafetensorsSource(folder))
+        (columns,) = forward_logprobs(model, [batch], 1.0)
+        logprobs.append(columns["logprobs"])
+    return logprobs
+
+
 def train_step(trainable: Any, micros: list[TrainBatch], token_loss: TokenLoss, temperature: float) -> Any:
     """(report, log-probabilities that the step started from) of one optimizer step on a loss of the tokens."""
     from megatron_rl.mcore.objectives import token_objective

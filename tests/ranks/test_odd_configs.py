@@ -10,32 +10,11 @@ import torch
 from tests.helpers.odd_configs import ABSENT, PASSING
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import hf_logprobs, load_hf_model, random_batch, save_odd
-from tests.helpers.training import forward_logprobs, make_actor
+from tests.helpers.training import folder_logprobs
 
 VOCAB = 128
 # Entries that another family's value would show: the rotary base, the epsilon.
 NUMBERS = ("rope_parameters", "rope_theta", "rms_norm_eps", "norm_topk_prob")
-
-
-def _logprobs(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
-    from megatron_rl.mcore import cpu
-
-    cpu.install()
-    from megatron_rl.mcore import build, convert
-    from megatron_rl.models.config_json import read_model_shape
-    from megatron_rl.parallel import groups
-    from megatron_rl.parallel.topology import topology_of
-    from megatron_rl.weights.safetensors import SafetensorsSource
-
-    actor = make_actor()
-    groups.init_model_parallel(topology_of(actor, world), actor.vpp)
-    found: list[torch.Tensor] = []
-    for folder in folders:
-        policy = build.build_model(read_model_shape(folder), actor, "float32", torch.device("cpu"))
-        convert.load_hf(policy, SafetensorsSource(folder))
-        (result,) = forward_logprobs(policy, [random_batch(0, (40, 9, 17), VOCAB)], 1.0)
-        found.append(result["logprobs"])
-    return found
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
@@ -45,8 +24,8 @@ def test_n1_the_trainer_computes_what_transformers_does(tmp_path: Path, family: 
     """
     variants = [{}, *(changes for of, changes in PASSING if of == family)]
     folders = [save_odd(tmp_path / str(number), family, changes) for number, changes in enumerate(variants)]
-    (trained,) = run_ranks(1, _logprobs, folders)
     batch = random_batch(0, (40, 9, 17), VOCAB)
+    (trained,) = run_ranks(1, folder_logprobs, folders, batch)
     wanted = []
     for folder in folders:
         with torch.no_grad():

@@ -18,7 +18,8 @@ from megatron_rl.models.engine import engine_params, engine_tp_faults, live_para
 from megatron_rl.models.rules import LocalParam, hf_shapes
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.reshard.plan import Shard
-from tests.helpers.reshard_cases import QUIET, REPLICATED, built, hf_arrays, shape_of
+from tests.helpers.reshard_cases import QUIET, built, hf_arrays, shape_of
+from tests.helpers.tiling import REPLICATED
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYER = "model.layers.0."

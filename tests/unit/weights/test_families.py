@@ -19,7 +19,7 @@ from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import hf_shapes, megatron_params
 from megatron_rl.models.shape import Latent, ModelShape
 from megatron_rl.weights.safetensors import INDEX_NAME, RandomSource, SafetensorsSource, write_model
-from tests.helpers.reshard_cases import REPLICATED
+from tests.helpers.tiling import check_tiling
 
 LATENT: dict[str, Any] = {
     "dense_layers": 1,
@@ -64,25 +64,7 @@ def test_w1_blocks_of_all_ranks_tile_every_hf_tensor(
     architecture: str, tp: int, per_group: int, tied: bool, vocab: int
 ) -> None:
     """W1: each byte of each split HF tensor is on exactly one rank; replicated tensors are whole on each."""
-    shape = _shape(architecture, per_group=per_group, tied=tied, vocab=vocab)
-    family = FAMILIES[architecture]
-    shapes = hf_shapes(shape, family)
-    cover = {name: torch.zeros(size, dtype=torch.int64) for name, size in shapes.items()}
-    for rank in range(tp):
-        params = megatron_params(
-            shape, family, tp=tp, tp_rank=rank, layers=range(2), pre_process=True, post_process=True
-        )
-        for param in params:
-            rows = sum(block.num_rows for block in param.blocks)
-            assert rows <= param.shape[0]
-            for block in param.blocks:
-                part = cover[block.hf_name][slice(*block.rows)]
-                part = part if block.cols is None else part[:, slice(*block.cols)]
-                part += 1
-    for name, count in cover.items():
-        experts = ".experts." in name
-        replicated = experts or name.endswith(REPLICATED)
-        assert bool((count == (tp if replicated else 1)).all()), name
+    check_tiling(_shape(architecture, per_group=per_group, tied=tied, vocab=vocab), tp)
 
 
 @given(
