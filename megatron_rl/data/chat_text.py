@@ -10,7 +10,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 _STARTS = re.compile(r"""array\(|[\[{("']""")
 _ARRAY = re.compile(r"array\((.*?)(,\s*dtype=\w+)?\)", re.DOTALL)
@@ -46,21 +45,21 @@ def _is_message(value: object) -> bool:
     return ("role" in value and ("content" in value or "tool_calls" in value)) or {"from", "value"} <= value.keys()
 
 
-def _read(reader: Callable[[str], Any], text: str) -> Any:
+def _read(reader: Callable[[str], object], text: str) -> object:
     try:
         return reader(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
-def _python(text: str) -> Any:
+def _python(text: str) -> object:
     with warnings.catch_warnings():
         # A text with odd backslashes is a text with odd backslashes.
         warnings.simplefilter("ignore")
         return ast.literal_eval(text)
 
 
-def _numpy(text: str) -> Any:
+def _numpy(text: str) -> object:
     """numpy prints array([...], dtype=object), and no commas between the elements of str(array)."""
     whole = _ARRAY.fullmatch(text)
     return _python(_BETWEEN.sub("}, {", whole.group(1) if whole else text))

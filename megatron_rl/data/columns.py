@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_rl.config.sections.data import RESERVED_KEYWORDS, DataConfig
 from megatron_rl.data.conversation import MEDIA, TEXT_ALONE, is_empty, mask_says, short
 from megatron_rl.data.files import BadRow, find_value
-from megatron_rl.data.formats import json_text
+from megatron_rl.data.formats import Values, json_text
 
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "label")
 EXTRA_INFO_KEYS = ("extra_info", "metadata")
@@ -44,8 +44,8 @@ ONE_TURN = "single_turn_agent"
 class TemplateInputs:
     """What a row gives the chat template beside its messages. system: already a message where there are messages."""
 
-    tools: list[dict[str, Any]] | None = None
-    keywords: dict[str, Any] = field(default_factory=dict)
+    tools: list[Values] | None = None
+    keywords: Values = field(default_factory=dict)
     system: str | None = None
     system_column: str = "system"
 
@@ -93,7 +93,7 @@ _COLUMNS = {
 }
 
 
-def template_inputs(cfg: DataConfig, values: dict[str, Any]) -> TemplateInputs:
+def template_inputs(cfg: DataConfig, values: Values) -> TemplateInputs:
     """What a row gives the chat template. Raises BadRow if a column does not hold what its name says."""
     tools_column = _tools_column(cfg, values)
     tools = _tools(find_value(values, tools_column), tools_column) if tools_column else None
@@ -112,7 +112,7 @@ def template_columns(cfg: DataConfig) -> tuple[str, ...]:
     return (cfg.tools_key, cfg.enable_thinking_key, *KEYWORD_COLUMNS, *SYSTEM_COLUMNS)
 
 
-def rendered_values(cfg: DataConfig, values: dict[str, Any]) -> list[Any]:
+def rendered_values(cfg: DataConfig, values: Values) -> list[Any]:
     """Every value of a row that its tokens depend on."""
     keys = (cfg.prompt_key, cfg.response_key, cfg.messages_key, CONVERSATION_KEY, COMPLETION_KEY)
     tools_column = _tools_column(cfg, values)
@@ -120,7 +120,7 @@ def rendered_values(cfg: DataConfig, values: dict[str, Any]) -> list[Any]:
     return [tools, *(find_value(values, key) for key in (*keys, *template_columns(cfg)))]
 
 
-def refuse_columns(cfg: DataConfig, values: dict[str, Any], template_names: Collection[str] = ()) -> None:
+def refuse_columns(cfg: DataConfig, values: Values, template_names: Collection[str] = ()) -> None:
     """Raise a BadRow that names every column whose content is lost, and what to do.
 
     template_names: variables that the chat template reads.
@@ -156,7 +156,7 @@ STANDARD_NAMES = frozenset(("messages", "tools", "add_generation_prompt", "promp
 """Names of templates' variables that mean no keyword."""
 
 
-def unused_columns(cfg: DataConfig, values: dict[str, Any], kind: Literal["rl", "sft"]) -> list[str]:
+def unused_columns(cfg: DataConfig, values: Values, kind: Literal["rl", "sft"]) -> list[str]:
     """Columns of a row that have a value and that nothing reads."""
     used = {*template_columns(cfg), cfg.data_source_key, *HARMLESS, *_COLUMNS}
     used.update(_rl_keys(cfg, values) if kind == "rl" else _sft_keys(cfg, values))
@@ -166,28 +166,28 @@ def unused_columns(cfg: DataConfig, values: dict[str, Any], kind: Literal["rl", 
     return [name for name, value in values.items() if name not in heads and _given(value)]
 
 
-def prompt_column(cfg: DataConfig, values: dict[str, Any]) -> str:
+def prompt_column(cfg: DataConfig, values: Values) -> str:
     """The column of a row's prompt: data.prompt_key, or ShareGPT's where there is none."""
     if find_value(values, cfg.prompt_key) is None and values.get(CONVERSATION_KEY) is not None:
         return CONVERSATION_KEY
     return cfg.prompt_key
 
 
-def messages_column(cfg: DataConfig, values: dict[str, Any]) -> str:
+def messages_column(cfg: DataConfig, values: Values) -> str:
     """The column of a row's conversation: data.messages_key, or ShareGPT's where there is none."""
     if find_value(values, cfg.messages_key) is None and values.get(CONVERSATION_KEY) is not None:
         return CONVERSATION_KEY
     return cfg.messages_key
 
 
-def response_column(cfg: DataConfig, values: dict[str, Any]) -> str:
+def response_column(cfg: DataConfig, values: Values) -> str:
     """The column of a row's response: data.response_key, or TRL's where there is none."""
     if find_value(values, cfg.response_key) is None and values.get(COMPLETION_KEY) is not None:
         return COMPLETION_KEY
     return cfg.response_key
 
 
-def first_key(values: dict[str, Any], keys: Iterable[str]) -> str | None:
+def first_key(values: Values, keys: Iterable[str]) -> str | None:
     """The first of `keys` that the row has a value for."""
     return next((key for key in keys if find_value(values, key) is not None), None)
 
@@ -208,24 +208,24 @@ def _own(cfg: DataConfig) -> tuple[str, ...]:
     return tuple(name.partition(".")[0] for name in named if name)
 
 
-def _rl_keys(cfg: DataConfig, values: dict[str, Any]) -> list[str]:
+def _rl_keys(cfg: DataConfig, values: Values) -> list[str]:
     found = (first_key(values, truth_keys(cfg)), first_key(values, info_keys(cfg)))
     return [prompt_column(cfg, values), *(key for key in found if key)]
 
 
-def _sft_keys(cfg: DataConfig, values: dict[str, Any]) -> list[str]:
+def _sft_keys(cfg: DataConfig, values: Values) -> list[str]:
     conversation = messages_column(cfg, values)
     if find_value(values, conversation) is not None:
         return [conversation]
     return [cfg.prompt_key, response_column(cfg, values)]
 
 
-def _tools_column(cfg: DataConfig, values: dict[str, Any]) -> str | None:
+def _tools_column(cfg: DataConfig, values: Values) -> str | None:
     inner = f"{cfg.metadata_key or 'metadata'}.tools"
     return first_key(values, (cfg.tools_key, inner))
 
 
-def _tools(value: object, column: str) -> list[dict[str, Any]] | None:
+def _tools(value: object, column: str) -> list[Values] | None:
     """Tools as a list of mappings; None if there are none."""
     found = _from_json(value, column)
     if is_empty(found):
@@ -240,7 +240,7 @@ def _tools(value: object, column: str) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _keywords(cfg: DataConfig, values: dict[str, Any]) -> dict[str, Any]:
+def _keywords(cfg: DataConfig, values: Values) -> Values:
     found: dict[str, tuple[Any, str]] = {}
     for column in KEYWORD_COLUMNS:
         given = _from_json(values.get(column), column)
@@ -261,7 +261,7 @@ def _keywords(cfg: DataConfig, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, (value, _) in found.items()}
 
 
-def _add(found: dict[str, tuple[Any, str]], given: dict[str, Any], column: str) -> None:
+def _add(found: dict[str, tuple[Any, str]], given: Values, column: str) -> None:
     for name, value in given.items():
         plain = _flag(value, name, column) if name == "enable_thinking" else value
         before, other = found.setdefault(name, (plain, column))

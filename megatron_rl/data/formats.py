@@ -32,6 +32,7 @@ from megatron_rl.config.checks.data_paths import kind_of, stem_of
 from megatron_rl.errors import DataError, MissingDependency
 
 Values = dict[str, Any]
+"""Column -> value of one row, as its writer meant it: plain Python values of any kind"""
 SURROGATE = re.compile("[\ud800-\udfff]")
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 NO_SPACE = re.compile(r"[^ \t\n\r]")

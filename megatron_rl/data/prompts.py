@@ -32,6 +32,7 @@ from megatron_rl.data.columns import (
 )
 from megatron_rl.data.conversation import Message, normal_messages, with_system
 from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, find_value, read_rows, refuse_bad_rows
+from megatron_rl.data.formats import Values
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.tokenized import Rendered, render_rows
 from megatron_rl.errors import DataError
@@ -113,7 +114,7 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
     return PromptSet(tuple(prompts), len(rows), len(rows) - len(prompts), num_truncated, num_cached, notes)
 
 
-def render_prompt(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
+def render_prompt(cfg: DataConfig, renderer: Renderer, values: Values) -> Rendered:
     """A row's prompt as text and tokens. Raises BadRow if it cannot be rendered."""
     text = renderer.prompt_text(read_prompt(cfg, values), template_inputs(cfg, values))
     return Rendered(renderer.prompt_ids(text), text)
@@ -163,7 +164,7 @@ def read_messages(
     return normal_messages(value, trained=trained)
 
 
-def read_prompt(cfg: DataConfig, values: dict[str, Any]) -> str | list[Message]:
+def read_prompt(cfg: DataConfig, values: Values) -> str | list[Message]:
     """A row's prompt: messages, the row's system message first; or a string, used as it is (data.string_prompt)."""
     column = prompt_column(cfg, values)
     prompt = read_messages(find_value(values, column), column, "prompt")
@@ -172,7 +173,7 @@ def read_prompt(cfg: DataConfig, values: dict[str, Any]) -> str | list[Message]:
     return prompt if isinstance(prompt, str) else with_own_system(cfg, values, prompt)
 
 
-def with_own_system(cfg: DataConfig, values: dict[str, Any], messages: list[Message]) -> list[Message]:
+def with_own_system(cfg: DataConfig, values: Values, messages: list[Message]) -> list[Message]:
     """The messages after the system message of the row's own column, if it has one."""
     inputs = template_inputs(cfg, values)
     return messages if inputs.system is None else with_system(messages, inputs.system, inputs.system_column)
@@ -230,7 +231,7 @@ def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, nee
     )
 
 
-def _ground_truth(cfg: DataConfig, values: dict[str, Any]) -> Any:
+def _ground_truth(cfg: DataConfig, values: Values) -> Any:
     key, truth = next(
         ((key, found) for key in truth_keys(cfg) if (found := find_value(values, key)) is not None), ("", None)
     )
@@ -256,7 +257,7 @@ def _incomparable(value: object) -> Iterator[float | bytes]:
         yield from (odd for part in value for odd in _incomparable(part))
 
 
-def _extra_info(cfg: DataConfig, values: dict[str, Any]) -> dict[str, Any]:
+def _extra_info(cfg: DataConfig, values: Values) -> Values:
     for key in info_keys(cfg):
         found = find_value(values, key)
         if found is not None:

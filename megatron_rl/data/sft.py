@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_text import is_chat_text
@@ -24,6 +23,7 @@ from megatron_rl.data.columns import (
 )
 from megatron_rl.data.conversation import Message, normal_messages
 from megatron_rl.data.files import BadRow, Row, find_value, read_rows, refuse_bad_rows
+from megatron_rl.data.formats import Values
 from megatron_rl.data.prompts import (
     Length,
     data_source,
@@ -142,7 +142,7 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
     )
 
 
-def render_sample(cfg: DataConfig, renderer: Renderer, values: dict[str, Any]) -> Rendered:
+def render_sample(cfg: DataConfig, renderer: Renderer, values: Values) -> Rendered:
     """A row as tokens and loss mask. Raises BadRow if it cannot be rendered."""
     column, answer = messages_column(cfg, values), response_column(cfg, values)
     conversation, response = find_value(values, column), find_value(values, answer)

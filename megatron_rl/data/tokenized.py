@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.columns import rendered_values
 from megatron_rl.data.files import BadRow, Row
+from megatron_rl.data.formats import Values
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import DataError, MegatronRLError, MissingDependency
 
@@ -43,7 +44,7 @@ class Rendered(NamedTuple):
     """Why the row cannot be used; then the rest is empty."""
 
 
-RenderFn = Callable[[DataConfig, Renderer, dict[str, Any]], Rendered]
+RenderFn = Callable[[DataConfig, Renderer, Values], Rendered]
 """Renders a row's values; a function of a module, since other processes import it. Raises BadRow."""
 
 
@@ -106,9 +107,7 @@ def _render_all(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, render
     return [next(fresh) if row.fault is None else Rendered([], fault=row.fault) for row in rows]
 
 
-def _render_sound(
-    cfg: DataConfig, values: list[dict[str, Any]], renderer: Renderer, render: RenderFn
-) -> list[Rendered]:
+def _render_sound(cfg: DataConfig, values: list[Values], renderer: Renderer, render: RenderFn) -> list[Rendered]:
     num_parts = min(cfg.num_workers, len(values) // LEAST_ROWS)
     if num_parts <= 1:
         return _render_part(cfg, renderer, render, values)
@@ -119,7 +118,7 @@ def _render_sound(
         return [rendered for part in done for rendered in part]
 
 
-def _render_part(cfg: DataConfig, renderer: Renderer, render: RenderFn, values: list[dict[str, Any]]) -> list[Rendered]:
+def _render_part(cfg: DataConfig, renderer: Renderer, render: RenderFn, values: list[Values]) -> list[Rendered]:
     rendered: list[Rendered] = []
     for row in values:
         try:
@@ -129,9 +128,7 @@ def _render_part(cfg: DataConfig, renderer: Renderer, render: RenderFn, values: 
     return rendered
 
 
-def _render_elsewhere(
-    cfg: DataConfig, renderer: Renderer, render: RenderFn, values: list[dict[str, Any]]
-) -> list[Rendered]:
+def _render_elsewhere(cfg: DataConfig, renderer: Renderer, render: RenderFn, values: list[Values]) -> list[Rendered]:
     """_render_part in a fresh interpreter: a fork would copy the controller's threads in an unknown state."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from megatron_rl.data.tokenized import main; main()"
     done = subprocess.run(

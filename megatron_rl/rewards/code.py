@@ -57,7 +57,7 @@ class Limits:
 
 def runs_correctly(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     timeout_s: float = 8.0,
     test_timeout_s: float = 4.0,
     memory_gb: float = 1.0,
@@ -107,7 +107,7 @@ def last_code_block(text: str) -> str | None:
     return text if text.strip() else None
 
 
-def read_cases(ground_truth: Any) -> list[Case]:
+def read_cases(ground_truth: object) -> list[Case]:
     """The tests that a row's ground truth describes. Raises ValueError where there are none."""
     if ground_truth is None:
         raise ValueError("the sample has no ground truth -- add its tests as reward_model.ground_truth")
@@ -137,17 +137,17 @@ def _from_text(text: str) -> Any:
     return found if isinstance(found, dict | list) else {"tests": text}
 
 
-def _entry(case: Any, key: str) -> Any:
+def _entry(case: object, key: str) -> Any:
     if not isinstance(case, dict) or key not in case:
         raise ValueError(f"a test of the ground truth has no {key!r} -- write {{input: ..., output: ...}}")
     return case[key]
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _call_case(name: str, arguments: Any, expected: Any) -> Case:
+def _call_case(name: str, arguments: Any, expected: object) -> Case:
     given = arguments if isinstance(arguments, list) else [arguments]
     # A method of a class Solution counts as well: some data sets ask for one.
     call = (

@@ -16,7 +16,7 @@ except ImportError as error:
     raise MissingDependency("the reward 'math' needs math-verify -- pip install math-verify") from error
 
 
-def math_equal(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def math_equal(data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, Any]) -> float:
     """1 where math-verify finds the response's last answer (boxed, LaTeX, plain) equal to the truth, else 0.
 
     To be called in the main thread of a process, as the reward pool does: math-verify bounds its own work by SIGALRM,
@@ -25,7 +25,7 @@ def math_equal(data_source: str, solution_str: str, ground_truth: Any, extra_inf
     return float(math_verify.verify(_parsed(ground_truth), math_verify.parse(solution_str)))
 
 
-def _parsed(ground_truth: Any) -> list[Any]:
+def _parsed(ground_truth: object) -> list[Any]:
     if ground_truth is None:
         raise ValueError("the sample has no ground truth -- add reward_model.ground_truth to its row")
     text = str(ground_truth).strip()

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.rewards.answers import final_number, only_number
 
 
-def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def exact_match(data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, Any]) -> float:
     """1 where the response without surrounding white space equals the ground truth as text, else 0.
 
     Raises ValueError where there is no ground truth.
@@ -18,7 +18,7 @@ def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_in
     return float(solution_str.strip() == _truth_text(ground_truth))
 
 
-def numeric(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def numeric(data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, Any]) -> float:
     """1 where the last number in the response equals the ground truth as a number ("1,234.0" equals 1234), else 0.
 
     rewards/answers.py says what a number is.
@@ -32,7 +32,7 @@ def numeric(data_source: str, solution_str: str, ground_truth: Any, extra_info: 
     return float(final_number(solution_str) == truth)
 
 
-def _truth_text(ground_truth: Any) -> str:
+def _truth_text(ground_truth: object) -> str:
     if ground_truth is None:
         raise ValueError("the sample has no ground truth -- add reward_model.ground_truth to its row")
     return str(ground_truth).strip()

@@ -63,11 +63,16 @@ def types_of(module: ast.Module) -> Iterator[str]:
     for node in module.body:
         if isinstance(node, ast.ClassDef):
             names = [node.name]
-        elif isinstance(node, ast.Assign):
+        elif isinstance(node, ast.Assign) and not _is_type_variable(node.value):
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]
         else:
             names = []
         yield from (name for name in names if name[0].isupper() and not name.isupper())
+
+
+def _is_type_variable(value: ast.expr) -> bool:
+    called = value.func if isinstance(value, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id in ("TypeVar", "ParamSpec")
 
 
 def doubled_types(modules: Modules) -> list[str]:

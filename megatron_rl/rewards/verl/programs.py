@@ -29,7 +29,7 @@ PRELUDE = (
 """What verl puts before a program, so that one without imports works."""
 
 
-def tests_passed(solution_str: str, ground_truth: Any) -> dict[str, float]:
+def tests_passed(solution_str: str, ground_truth: object) -> dict[str, float]:
     """score: 1 where the code passes every test of {"inputs", "outputs"[, "fn_name"]} (a mapping or JSON text), else
     the share of the first 10 that it passes; timed_out: the share of the tests run that ran out of time.
 
@@ -52,7 +52,7 @@ def tests_passed(solution_str: str, ground_truth: Any) -> dict[str, float]:
     return {"score": 1.0 if all(passed) else share, "timed_out": timed_out / len(passed)}
 
 
-def read_tests(ground_truth: Any) -> dict[str, Any]:
+def read_tests(ground_truth: object) -> dict[str, Any]:
     """The tests of a row. Raises ValueError where there are none, or they are no lists of one length."""
     tests = ground_truth
     if isinstance(ground_truth, str):
@@ -70,7 +70,7 @@ def read_tests(ground_truth: Any) -> dict[str, Any]:
     return tests
 
 
-def truth_fault(truth: Any) -> str | None:
+def truth_fault(truth: object) -> str | None:
     """What is wrong with a row's tests; None where nothing is."""
     try:
         read_tests(truth)
@@ -114,11 +114,11 @@ def _call(program: str, name: str, arguments: list[Any]) -> str:
     )
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def same_value(result: Any, wanted: Any) -> bool:
+def same_value(result: object, wanted: object) -> bool:
     """Whether a call's result is the expected one, or the first of a list of expected ones."""
     return result == wanted or (isinstance(wanted, list) and bool(wanted) and result == wanted[0])
 

@@ -15,7 +15,7 @@ _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _LOOSE = re.compile(r"-?[0-9.,]+")
 
 
-def gsm8k(solution_str: str, ground_truth: Any, method: str = "strict") -> float:
+def gsm8k(solution_str: str, ground_truth: object, method: str = "strict") -> float:
     """1 where the number after the last "#### " is the ground truth's text, without commas; 0 without such a number.
 
     method: strict, or flexible: the last number of the response, marked or not.
@@ -31,7 +31,7 @@ def gsm8k(solution_str: str, ground_truth: Any, method: str = "strict") -> float
 # MATH
 
 
-def boxed_math(solution_str: str, ground_truth: Any) -> float:
+def boxed_math(solution_str: str, ground_truth: object) -> float:
     r"""1 where the content of the last \boxed{...} equals the ground truth after `plain_latex` of both, else 0."""
     answer = last_box(solution_str)
     return float(answer is not None and same_latex(answer, str(ground_truth)))
@@ -120,7 +120,7 @@ def _braced_fractions(text: str) -> str:
 # DAPO
 
 
-def dapo(solution_str: str, ground_truth: Any) -> dict[str, float]:
+def dapo(solution_str: str, ground_truth: object) -> dict[str, float]:
     """score: 1 where what follows the last "Answer:" on its line is the ground truth after `plain_answer` of both,
     else -1; acc: 1 or 0. Looks at the last 300 characters.
     """
@@ -168,7 +168,7 @@ MOST_TAGS = 10
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def search(solution_str: str, ground_truth: Any) -> float:
+def search(solution_str: str, ground_truth: object) -> float:
     """1 where what stands in the last <answer>...</answer> is one of the target's answers, letter case, punctuation and
     articles aside; a quarter of it where the response holds more than 10 opening or closing tags; else 0.
     """
@@ -179,7 +179,7 @@ def search(solution_str: str, ground_truth: Any) -> float:
     return 0.25 if many else 1.0
 
 
-def targets(ground_truth: Any) -> list[str]:
+def targets(ground_truth: object) -> list[str]:
     """The right answers of a search-R1 row: {"target": text or texts}. Raises ValueError where it has none."""
     target = ground_truth.get("target") if isinstance(ground_truth, dict) else None
     answers = [target] if isinstance(target, str) else target
@@ -197,7 +197,7 @@ def plain_words(text: str) -> str:
 # Ground truths: why a rule could never be passed with one.
 
 
-def gsm8k_truth(truth: Any) -> str | None:
+def gsm8k_truth(truth: object) -> str | None:
     """The number of "#### number" has digits, dots and no comma once it is read."""
     text = _text_or_number(truth)
     if text is None:
@@ -205,12 +205,12 @@ def gsm8k_truth(truth: Any) -> str | None:
     return None if re.fullmatch(r"-?[0-9.]+", text) else "is no number of digits alone, as GSM8K's answers are"
 
 
-def latex_truth(truth: Any) -> str | None:
+def latex_truth(truth: object) -> str | None:
     """An answer in LaTeX is a text that is not empty."""
     return None if _text_or_number(truth) else "is no text, or an empty one"
 
 
-def search_truth(truth: Any) -> str | None:
+def search_truth(truth: object) -> str | None:
     """A search-R1 row has a target."""
     try:
         targets(truth)
@@ -219,7 +219,7 @@ def search_truth(truth: Any) -> str | None:
     return None
 
 
-def _text_or_number(truth: Any) -> str | None:
+def _text_or_number(truth: object) -> str | None:
     is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
     return str(truth).strip() if is_plain else None
 
