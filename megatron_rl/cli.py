@@ -272,9 +272,9 @@ def _print_idle(idle: list[NoEffect]) -> None:
 
 def _look_at_data(cfg: RunConfig, color: bool | None) -> tuple[list[str], list[str]]:
     """(lines for a reader, faults) of everything that a run reads before its workers start."""
-    from megatron_rl import trainers
+    from megatron_rl.runs import verbs
 
-    findings = trainers.inspect(cfg, color)
+    findings = verbs.inspect(cfg, color)
     return findings.lines, findings.faults
 
 
@@ -329,26 +329,26 @@ def _plan(files: list[str], overrides: list[str], options: argparse.Namespace) -
 
 
 def _train(resolved: Resolved, options: argparse.Namespace) -> int:
-    from megatron_rl import trainers
+    from megatron_rl.runs import verbs
 
     _print_mapping(resolved)
     _print_idle([*idle_settings(resolved.config), *resolved.unused])
-    trainers.run(resolved.config)
+    verbs.train(resolved.config)
     return 0
 
 
 def _eval(resolved: Resolved, options: argparse.Namespace) -> int:
-    from megatron_rl import trainers
+    from megatron_rl.runs import verbs
 
     _print_mapping(resolved)
-    trainers.evaluate(resolved.config, out=options.out)
+    verbs.evaluate(resolved.config, out=options.out)
     return 0
 
 
 def _export(resolved: Resolved, options: argparse.Namespace) -> int:
-    from megatron_rl import trainers
+    from megatron_rl.runs import verbs
 
-    trainers.export(resolved.config, out=options.out)
+    verbs.export(resolved.config, out=options.out)
     return 0
 
 

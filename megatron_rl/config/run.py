@@ -131,6 +131,18 @@ class RunConfig:
         return self.data.train_batch_size if size is None else size
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of the actor in one step: mini-batches times epochs over them."""
+        epochs = self.actor.ppo_epochs if self.needs.rollouts else 1
+        return self.data.train_batch_size // self.mini_batch_size * epochs
+
+    @property
+    def critic_updates_per_step(self) -> int:
+        """Optimizer updates in one step of a critic with a transformer of its own."""
+        training = self.critic_training
+        return self.data.train_batch_size // training.mini_batch_size * training.epochs
+
+    @property
     def samples_per_prompt(self) -> int:
         """Sequences that one prompt (SFT: row) becomes."""
         return self.rollout.n if self.needs.rollouts else 1

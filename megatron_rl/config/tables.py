@@ -46,8 +46,7 @@ def batch_table(cfg: RunConfig) -> list[Row]:
     """One training step: prompts x n -> sequences -> mini-batches -> micro-batches of a rank."""
     batch, mini, samples = cfg.data.train_batch_size, cfg.mini_batch_size, cfg.samples_per_prompt
     sequences, longest = mini * samples, cfg.max_sequence_length
-    epochs = cfg.actor.ppo_epochs if cfg.needs.rollouts else 1
-    updates = batch // mini * epochs
+    updates = cfg.updates_per_step
     least, most = sequences // cfg.dp_size, -(-sequences // cfg.dp_size)
     noun = "prompts" if cfg.needs.rollouts else "rows"
     rows = [Row(f"{noun} of a step", batch, "data.train_batch_size")]
@@ -70,7 +69,7 @@ def batch_table(cfg: RunConfig) -> list[Row]:
             Row("sequences of a mini-batch", sequences, f"{mini} prompts * {samples}"),
             Row("mini-batches of a step", batch // mini, f"{batch} / {mini} prompts"),
         ]
-    passes = f" * {epochs} ppo_epochs" if cfg.needs.rollouts else ""
+    passes = f" * {cfg.actor.ppo_epochs} ppo_epochs" if cfg.needs.rollouts else ""
     rows += [
         Row("optimizer updates of a step", updates, f"{batch // mini}{passes}"),
         Row(
@@ -101,7 +100,7 @@ def _critic_rows(cfg: RunConfig) -> list[Row]:
     training, batch = cfg.critic_training, cfg.data.train_batch_size
     num_minis = batch // training.mini_batch_size
     how = f"{num_minis} mini-batches of {training.mini_batch_size} prompts * {training.epochs} ppo_epochs"
-    return [Row("critic's updates of a step", num_minis * training.epochs, how)]
+    return [Row("critic's updates of a step", cfg.critic_updates_per_step, how)]
 
 
 def _budget(cfg: RunConfig) -> str:

@@ -56,6 +56,11 @@ class PromptSet:
     """What a reader of the run's first lines should know of the rows, a line each."""
 
     @property
+    def items(self) -> tuple[Prompt, ...]:
+        """The prompts: what a run's data set is made of, whatever its kind."""
+        return self.prompts
+
+    @property
     def rows_by_source(self) -> dict[str, int]:
         """Usable rows of each data source."""
         return dict(Counter(prompt.data_source for prompt in self.prompts))

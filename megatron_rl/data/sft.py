@@ -77,6 +77,11 @@ class SftSet:
     """What a reader of the run's first lines should know of the rows, a line each."""
 
     @property
+    def items(self) -> tuple[SftSample, ...]:
+        """The samples: what a run's data set is made of, whatever its kind."""
+        return self.samples
+
+    @property
     def rows_by_source(self) -> dict[str, int]:
         """Usable rows of each data source."""
         return dict(Counter(sample.data_source for sample in self.samples))

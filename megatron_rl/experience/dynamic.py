@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.algos.filters import differing_groups
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import RewardError
+from megatron_rl.experience.sampler import Sampler
+from megatron_rl.experience.scoring import RunRewards, length_penalties
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.types import Prompt, RolloutGroup
 
@@ -23,7 +26,29 @@ class Sampled:
 
     groups: list[RolloutGroup]
     results: list[RewardResult]
-    counts: dict[str, float]
+    sampling: dict[str, float]
+
+
+def generate_differing(
+    cfg: RunConfig,
+    sampler: Sampler,
+    rewards: RunRewards,
+    more: Callable[[], list[Prompt]],
+    prompts: list[Prompt],
+    step: int,
+) -> Sampled:
+    """Groups whose samples differ, from as many batches of prompts as that takes (DAPO). more: the next batch."""
+    filters = cfg.algorithm.filter_groups
+
+    def score(batch: list[Prompt], number: int) -> tuple[list[RolloutGroup], list[RewardResult]]:
+        groups = sampler.training_samples(batch, step, first=number * cfg.data.train_batch_size)
+        return groups, rewards.score(groups)
+
+    def differs(groups: Sequence[RolloutGroup], results: Sequence[RewardResult]) -> list[bool]:
+        lens = torch.tensor([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+        return differing(filters.metric, results, length_penalties(cfg, lens), cfg.rollout.n)
+
+    return sample_differing(prompts, more, score, differs, max_batches=filters.max_num_gen_batches)
 
 
 def sample_differing(

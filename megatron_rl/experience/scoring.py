@@ -6,12 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
+from megatron_rl.algos.filters import overlong_penalty
 from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.resources import Device, resolve_device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.reward import RewardWorkerConfig
-from megatron_rl.errors import RewardError
+from megatron_rl.errors import FlowError, RewardError
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.rewards.base import RewardResult, RewardSample, number_fault
 from megatron_rl.rewards.compose import Results
@@ -29,11 +33,25 @@ class RunRewards:
     """Scores the groups of a run. Close it before the policy: on one Ray, the last to leave shuts it down."""
 
     def __init__(self, cfg: RunConfig) -> None:
-        """Starts the reward processes; models start with `start_models`."""
         self._cfg = cfg
         self._groups: dict[str, WorkerGroup] = {}
-        models = {"model": self._by("model", RewardModelWorker.score), "judge": self._by("judge", JudgeWorker.score)}
-        self._scorer = RewardScorer(cfg.reward, models=models)
+        self._started: RewardScorer | None = None
+
+    def start(self) -> None:
+        """Start the reward processes; models start with `start_models`."""
+        self._started = RewardScorer(
+            self._cfg.reward,
+            models={
+                "model": self._by("model", RewardModelWorker.score),
+                "judge": self._by("judge", JudgeWorker.score),
+            },
+        )
+
+    @property
+    def _scorer(self) -> RewardScorer:
+        if self._started is None:
+            raise FlowError("the run has no reward processes yet -- call its trainer's start() first")
+        return self._started
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
         """Look at every row's ground truth, and score an empty response to the first prompt of each data source,
@@ -64,7 +82,7 @@ class RunRewards:
             args = (reward.judge, JudgePlan(device, reward.failed_score, shape, self._cfg.trainer.seed))
             self._groups["judge"] = self._start(JudgeWorker, args, reward.judge, device)
 
-    def score(self, groups: Sequence[RolloutGroup]) -> list[RewardResult]:
+    def score(self, groups: list[RolloutGroup]) -> list[RewardResult]:
         """One result per sequence, group after group. RewardError once too many fail (reward.max_failed_share)."""
         samples = [reward_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         return self._scorer.score_or_stop(samples)
@@ -75,7 +93,9 @@ class RunRewards:
             while self._groups:
                 self._groups.popitem()[1].close()
         finally:
-            self._scorer.close()
+            started, self._started = self._started, None
+            if started is not None:
+                started.close()
 
     def _by(self, name: str, method: Callable[[WorkerT, Sequence[RewardSample]], list[RewardResult]]) -> ModelFn:
         def score(samples: Sequence[RewardSample]) -> Results:
@@ -102,14 +122,26 @@ class RunRewards:
         return start_group(worker_cls, args, own, RankGrid.flat(count), device if worker.own_gpu else "cpu")
 
 
-def require_scores(results: Sequence[RewardResult]) -> None:
-    """RewardError where a score is not finite or too large: a node of the user's own may have put it there."""
+def length_penalties(cfg: RunConfig, response_lens: Tensor) -> Tensor:
+    """[S] float64 added to scores for length (algorithm.overlong_buffer); 0 where that is off."""
+    buffer = cfg.algorithm.overlong_buffer
+    if not buffer.enable:
+        return torch.zeros(len(response_lens), dtype=torch.float64)
+    return overlong_penalty(response_lens, cfg.data.max_response_length, buffer.len, buffer.penalty_factor)
+
+
+def scores_of(results: Sequence[RewardResult], penalties: Tensor) -> Tensor:
+    """[S] float64: the rewards' values with the penalties [S] for length.
+
+    Raises RewardError if a score is not finite or too large: a node of the user's own may have made it.
+    """
     for number, result in enumerate(results):
         fault = number_fault(result.value)
         if fault is not None:
             raise RewardError(
                 f"the flow's reward node gave {result.value!r} to sequence {number} of the batch -- {fault}"
             )
+    return torch.tensor([result.value for result in results], dtype=torch.float64) + penalties
 
 
 def reward_sample(prompt: Prompt, rollout: Rollout) -> RewardSample:

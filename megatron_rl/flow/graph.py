@@ -13,8 +13,8 @@ from dataclasses import replace
 from megatron_rl.errors import FlowError
 from megatron_rl.flow.checks import find_faults, nearest, raise_faults, unused_sources
 from megatron_rl.flow.kinds import kind_text
-from megatron_rl.flow.node import Absent, Constant, Node, StatedType, fn_name, read_signature
-from megatron_rl.flow.run import Timings, run_nodes
+from megatron_rl.flow.node import Absent, Node, StandIn, StatedType, fn_name, read_signature
+from megatron_rl.flow.run import PartialRun, Timings, run_nodes
 
 
 class Flow:
@@ -43,35 +43,47 @@ class Flow:
         """Whether a node makes this value."""
         return any(value in node.outputs for node in self.nodes)
 
-    def run(
-        self,
-        until: str | Iterable[str] | None = None,
-        *,
-        given: Mapping[str, object] | None = None,
-        before: str | None = None,
-        **source_values: object,
-    ) -> dict[str, object]:
+    def run(self, until: str | None = None, **source_values: object) -> dict[str, object]:
         """Run the step and return, by name, every value that was made.
 
-        until: run only what these nodes need and the nodes themselves, and return their outputs alone; a value's name
-        stands for the node that makes it. before: leave out this node (or value) and all that needs it. given: values
-        that are there already, of sources or of nodes; such nodes do not run again.
-
-        An error in a node stops what has not started and waits for what runs; a note of it has the node's name.
+        until: run only what this node needs and the node itself, and return its outputs alone; a value's name stands
+        for the node that makes it. An error in a node stops what has not started and waits for what runs; a note of it
+        has the node's name.
         """
-        ready = {**(given or {}), **source_values}
-        self._check_given(ready)
-        names = self._chosen([until] if isinstance(until, str) else until, before, ready.keys())
+        end = self.advance(self.begin(**source_values), until=None if until is None else [until])
+        self.last_timings = end.timings
+        returned = self.nodes if until is None else [self._node(until)]
+        return {value: end.values[value] for node in returned for value in node.outputs}
+
+    def begin(self, **source_values: object) -> PartialRun:
+        """A step that has its source values and nothing else yet, for `advance`."""
+        faults = [
+            f"run was given {name!r}, which is no source{nearest(name, self._sources)} "
+            f"-- the sources: {', '.join(self._sources) or 'none'}"
+            for name in source_values
+            if name not in self._sources
+        ]
+        raise_faults(faults)
+        return PartialRun(source_values)
+
+    def advance(
+        self, so_far: PartialRun, *, until: Iterable[str] | None = None, before: str | None = None
+    ) -> PartialRun:
+        """Run nodes of a step that have not run yet; with the values so far, those that they make.
+
+        until: these nodes, and what they need. before: leave out this node and all that needs it. A value's name
+        stands for the node that makes it.
+        """
+        names = set(self._nodes) if until is None else self._ancestors(until)
+        names -= so_far.done | (set[str]() if before is None else self._descendants(before))
         nodes = [node for node in self.nodes if node.name in names]
         needed = {value for node in nodes for value in node.inputs}
-        missing = sorted(value for value in needed if value in self._sources and value not in ready)
+        missing = sorted(value for value in needed if value in self._sources and value not in so_far.values)
         if missing:
             raise FlowError(f"run needs the source value(s) {missing} -- pass them by name: run({missing[0]}=...)")
-        self.last_timings = {}
-        values = run_nodes(nodes, {name: ready[name] for name in needed if name in ready}, self.last_timings)
-        wanted = [until] if isinstance(until, str) else until
-        returned = nodes if wanted is None else [self._node(name) for name in wanted]
-        return {value: {**ready, **values}[value] for node in returned for value in node.outputs}
+        timings: Timings = {}
+        values = run_nodes(nodes, so_far.values, timings)
+        return PartialRun(values, so_far.done | names, so_far.timings | timings)
 
     def watch(self, readers: Sequence[Node]) -> None:
         """Functions that read values once a step is over; checked now and at every edit. FlowError with every fault."""
@@ -86,13 +98,13 @@ class Flow:
             results.append(reader.fn(**{name: values[name] for name in inputs}))
         return results
 
-    def replace(self, name: str, new: Node | Constant | Callable[..., object]) -> None:
+    def replace(self, name: str, new: Node | StandIn | Callable[..., object]) -> None:
         """Put a node, a constant, or a function in a node's place.
 
         A function has the old outputs, and takes any values of the flow by its parameters' names.
         """
         old = self._node(name)
-        if isinstance(new, Constant):
+        if isinstance(new, StandIn):
             node = _constant_node(old, new.value)
         elif isinstance(new, Node):
             node = new
@@ -161,23 +173,16 @@ class Flow:
             )
         return makers[0]
 
-    def _chosen(self, until: Iterable[str] | None, before: str | None, ready: Iterable[str]) -> set[str]:
-        """Names of the nodes that run."""
-        done = {node.name for node in self.nodes if node.outputs and set(node.outputs) <= set(ready)}
-        names = set(self._nodes) if until is None else self._ancestors(until, done)
-        return names - done - (set[str]() if before is None else self._descendants(before))
-
-    def _ancestors(self, names: Iterable[str], done: set[str]) -> set[str]:
-        """These nodes and those whose outputs they need, however far up; not beyond what is done."""
+    def _ancestors(self, names: Iterable[str]) -> set[str]:
+        """These nodes and those whose outputs they need, however far up."""
         producers = {value: node.name for node in self.nodes for value in node.outputs}
         above: set[str] = set()
         queue = [self._node(name) for name in names]
         while queue:
             node = queue.pop()
-            if node.name in above or node.name in done:
-                continue
-            above.add(node.name)
-            queue += [self._nodes[producers[value]] for value in node.inputs if value in producers]
+            if node.name not in above:
+                above.add(node.name)
+                queue += [self._nodes[producers[value]] for value in node.inputs if value in producers]
         return above
 
     def _descendants(self, name: str) -> set[str]:
@@ -189,22 +194,6 @@ class Flow:
                 if made & set(node.inputs):
                     below.add(node.name)
         return below
-
-    def _check_given(self, values: Mapping[str, object]) -> None:
-        known = {*self._sources, *(value for node in self.nodes for value in node.outputs)}
-        unknown = [
-            f"run was given {name!r}, which is no source{nearest(name, self._sources)} "
-            f"-- the sources: {', '.join(self._sources) or 'none'}"
-            for name in values
-            if name not in known
-        ]
-        halves = [
-            f"run was given {sorted(set(node.outputs) & values.keys())} of node {node.name!r}, which makes "
-            f"{sorted(node.outputs)} -- give all of them, or none"
-            for node in self.nodes
-            if set(node.outputs) & values.keys() and not set(node.outputs) <= values.keys()
-        ]
-        raise_faults(unknown + halves)
 
     def _rebuild(self, nodes: Sequence[Node]) -> None:
         # An edit may leave a source without a user (a constant in place of its reader); only a new Flow refuses that.

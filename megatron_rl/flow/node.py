@@ -62,7 +62,7 @@ class Absent:
 
 
 @dataclass(frozen=True)
-class Constant:
+class StandIn:
     """A value that stands in for a node; made by `constant`."""
 
     value: object
@@ -73,12 +73,12 @@ def absent(value: str) -> Absent:
     return Absent(value)
 
 
-def constant(value: object) -> Constant:
+def constant(value: object) -> StandIn:
     """For `Flow.replace`: the node's output is `value`, and nothing upstream runs on its account.
 
     In place of a node with several outputs, `value` is a dict of them all.
     """
-    return Constant(value)
+    return StandIn(value)
 
 
 def node(

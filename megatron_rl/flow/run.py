@@ -5,12 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from megatron_rl.flow.node import Node
 
 Timings: TypeAlias = dict[str, tuple[float, float]]
 """node -> (start, end), by time.perf_counter."""
+
+
+@dataclass(frozen=True)
+class PartialRun:
+    """A step under way: what it has made so far."""
+
+    values: Mapping[str, object]
+    """sources included"""
+    done: frozenset[str] = frozenset()
+    """Names of the nodes that have run."""
+    timings: Timings = field(default_factory=dict[str, tuple[float, float]])
 
 
 def run_nodes(nodes: Sequence[Node], sources: Mapping[str, object], timings: Timings) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from megatron_rl.algos.groups import sequence_sums
@@ -36,10 +38,10 @@ class KlControl:
         """kl/reward, the last step's KL, and kl/coef, the weight it had; empty where no KL is in the reward."""
         return self._last
 
-    def state_dict(self) -> dict[str, float]:
+    def state(self) -> dict[str, float]:
         """What a resumed run needs."""
         return {"coef": self.coef}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """The inverse of state_dict."""
+    def restore(self, state: Mapping[str, float]) -> None:
+        """The inverse of `state`."""
         self.coef = state["coef"]

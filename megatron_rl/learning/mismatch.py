@@ -23,6 +23,14 @@ class MismatchGuard:
         self.above = 0
         """Steps in a row that were above."""
 
+    def state(self) -> dict[str, int]:
+        """What a resumed run needs."""
+        return {"above": self.above}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """The inverse of `state`."""
+        self.above = state["above"]
+
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """metrics: those of algos.correction.mismatch_metrics, among others. Returns mismatch/steps_above; raises
         RolloutError where the run ends.

@@ -35,6 +35,14 @@ class NonFiniteGuard:
         self.skips = 0
         """Optimizer steps that were passed over, since the run began."""
 
+    def state(self) -> dict[str, int]:
+        """What a resumed run needs."""
+        return {"skips": self.skips}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """The inverse of `state`."""
+        self.skips = state["skips"]
+
     @property
     def stops(self) -> bool:
         """A number that is not finite ends the run."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from megatron_rl.cluster.dispatch import RankGrid, Replicas
 from megatron_rl.cluster.resources import resolve_device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
-from megatron_rl.config.run import RunConfig, TrainingConfig
-from megatron_rl.data.batching import BatchPlan, plan_batches
+from megatron_rl.config.run import RunConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_critic_shape, read_model_shape
 from megatron_rl.models.shape import ModelShape
@@ -56,28 +55,6 @@ def rank_grid(topology: Topology, engine_tp: int | None, order: Sequence[int] | 
         tuple(slot_of[rank] // engine_tp for rank in ranks), tuple(slot_of[rank] % engine_tp == 0 for rank in ranks)
     )
     return RankGrid(topology.world, replicas, engines)
-
-
-def plan_for(
-    cfg: RunConfig, seq_lens: Sequence[int], mini_of: Sequence[int], training: TrainingConfig | None = None
-) -> BatchPlan:
-    """The batch plan of a run: its data-parallel ranks, its token budget, its pipeline.
-
-    training: of the model that is updated; the actor's if not given.
-    """
-    training = training or cfg.actor_training
-    parallel = training.parallel
-    unit = 2 * parallel.cp if parallel.cp > 1 else 1
-    return plan_batches(
-        # Context parallelism pads each sequence to whole chunks.
-        [-(-length // unit) * unit for length in seq_lens],
-        mini_of,
-        dp=cfg.dp_size,
-        max_tokens=training.max_tokens_per_gpu * parallel.cp,
-        max_seqs=training.micro_batch_size,
-        multiple=parallel.pp if parallel.vpp > 1 else 1,
-        packed=parallel.packing,
-    )
 
 
 @dataclass(frozen=True)

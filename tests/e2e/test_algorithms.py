@@ -41,11 +41,11 @@ RUNS: dict[str, list[str]] = {
 # One process for all runs: starting one takes longer than the steps do.
 SCRIPT = """
 import json, sys
-from megatron_rl import trainers
+from megatron_rl.runs import verbs
 from megatron_rl.config.load import load_config
 config, shared, runs = json.load(sys.stdin)
 for name, line in runs.items():
-    trainers.run(load_config([config], [*shared, f"trainer.experiment_name={name}", *line]))
+    verbs.train(load_config([config], [*shared, f"trainer.experiment_name={name}", *line]))
 """
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.make_data import make
-from megatron_rl import trainers
 from megatron_rl.config.load import load_config
+from megatron_rl.runs import verbs
 from tests.unit.rewards.test_models import classifier, sevens
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "grpo-add2-1n1g.yaml"
@@ -42,7 +42,7 @@ def test_a_run_sums_a_reward_model_a_judge_and_a_rule_over_ray(tmp_path: Path):
         "reward.judge.num_cpus": 0.25,
         "cluster.num_cpus_per_rank": 0.5,
     }
-    trainers.run(load_config([str(CONFIG)], [f"{key}={value}" for key, value in options.items()]))
+    verbs.train(load_config([str(CONFIG)], [f"{key}={value}" for key, value in options.items()]))
     rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         parts = row["reward/model"] + 0.5 * row["reward/numeric"] + 0.1 * row["reward/judge"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from examples.quickstart.make_data import make
-from megatron_rl import trainers
 from megatron_rl.config.load import load_config
+from megatron_rl.runs import verbs
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
 
@@ -47,7 +47,7 @@ def _run(config: str, data: Path, name: str, overrides: list[str]) -> list[dict[
         command = [sys.executable, "-m", "megatron_rl", "train", config, *own, *overrides]
         subprocess.run(command, check=True, cwd=REPO, timeout=300)
     else:
-        trainers.run(load_config([config], [*own, *overrides]))
+        verbs.train(load_config([config], [*own, *overrides]))
     return [json.loads(line) for line in (data.parent / name / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -157,8 +157,8 @@ def test_export_writes_the_same_weights(data: Path, one_rank: list[float]) -> No
     files = [f"data.train_files={data / 'sft_train.parquet'}", f"data.val_files={data / 'sft_val.parquet'}"]
     cfg = load_config([SFT], [*own, *files])
     out = data.parent / "exported"
-    trainers.export(cfg, str(out))
+    verbs.export(cfg, str(out))
     one, two = (load_file(str(folder / "model.safetensors")) for folder in (final, out))
     assert one.keys() == two.keys() and all(bool((one[name] == two[name]).all()) for name in one)
     with pytest.raises(CheckpointError, match="not empty"):
-        trainers.export(cfg, str(out))
+        verbs.export(cfg, str(out))

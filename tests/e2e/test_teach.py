@@ -23,7 +23,7 @@ REWARD = "def evens(sample):\n    return sum(ord(c) % 2 == 0 for c in sample.sol
 
 def trainer_step(rank: int, world: int, model: str, reward: str, after: str) -> dict[str, Any]:
     """One step of the GRPO trainer in this process; its weights after it are in `after`."""
-    from megatron_rl.trainers.grpo import GrpoTrainer
+    from megatron_rl.runs.trainer import Trainer
 
     data = quickstart()
     cfg = load_config(
@@ -45,9 +45,9 @@ def trainer_step(rank: int, world: int, model: str, reward: str, after: str) -> 
             f"actor.optim.adam_eps={EPS}",
         ],
     )
-    trainer = GrpoTrainer(cfg)
+    trainer = Trainer(cfg).start()
     try:
-        values: dict[str, Any] = trainer.flow.run(prompts=trainer.next_prompts(), step=1)
+        values: dict[str, Any] = trainer.flow.run(prompts=trainer.parts.prompts.next(), step=1)
         trainer.save(after)
     finally:
         trainer.close()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from examples.quickstart.make_data import make
-from megatron_rl import trainers
 from megatron_rl.config.load import load_config
+from megatron_rl.runs import verbs
 from megatron_rl.types import TrainBatch
 from tests.helpers.run_ranks import require_gpus
 
@@ -60,7 +60,7 @@ def _train(name: str, data: Path, out: Path, *settings: str) -> list[dict[str, A
     train, val = ("sft_train", "sft_val") if name == "sft" else ("train", "val")
     files = [f"data.train_files={data}/data/{train}.parquet", f"data.val_files={data}/data/{val}.parquet"]
     own = ["cluster.device=cuda", f"trainer.default_local_dir={out}", *files]
-    trainers.run(load_config([str(REPO / "configs" / f"{name}-add2-1n1g.yaml")], [*own, *settings]))
+    verbs.train(load_config([str(REPO / "configs" / f"{name}-add2-1n1g.yaml")], [*own, *settings]))
     return [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
 
 

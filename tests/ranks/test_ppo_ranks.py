@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,35 +49,37 @@ class EvenTokens:
 
     def __init__(self, cfg: Any) -> None: ...
 
+    def start(self) -> None: ...
+
     def preflight(self, prompts: Any) -> None: ...
 
     def start_models(self) -> None: ...
 
     def close(self) -> None: ...
 
-    def score(self, groups: Sequence[RolloutGroup]) -> list[RewardResult]:
+    def score(self, groups: list[RolloutGroup]) -> list[RewardResult]:
         responses = [rollout.token_ids for group in groups for rollout in group.rollouts]
         return [RewardResult(sum(token % 2 == 0 for token in ids) / len(ids)) for ids in responses]
 
 
-def _serial(flow: Any) -> Any:
-    """Flow.run, node after node: threads would call collectives in another order on each rank."""
-
-    def run(**values: Any) -> dict[str, Any]:
-        for wave in flow.waves():
-            for node in wave:
-                flow.last_timings[node.name] = (0.0, 1.0)
-                values |= node.call({name: values[name] for name in node.inputs})
-        return values
-
-    return run
+def _serial(nodes: Any, sources: Any, timings: Any) -> dict[str, Any]:
+    """run_nodes, node after node: threads would call collectives in another order on each rank."""
+    values, rest = dict(sources), list(nodes)
+    while rest:
+        node = next(node for node in rest if values.keys() >= node.inputs.keys())
+        values |= node.call({name: values[name] for name in node.inputs})
+        timings[node.name] = (0.0, 1.0)
+        rest.remove(node)
+    return values
 
 
 def ppo_on_rank(
     rank: int, world: int, folder: str, overrides: list[str], edits: str = "", steps: int = STEPS
 ) -> list[dict[str, float]]:
     """Metrics of `steps` steps on this rank. edits: "constant" or "function" in the critic's place."""
-    from megatron_rl.trainers import base, placement, ppo
+    from megatron_rl.flow import graph
+    from megatron_rl.runs.trainer import Trainer
+    from megatron_rl.trainers import parts, placement
 
     config = str(Path(__file__).resolve().parents[2] / "configs" / "ppo-add2-1n1g.yaml")
     own = [f"model.path={folder}/model", f"data.train_files={folder}/train.parquet", "data.val_files=[]"]
@@ -88,14 +89,14 @@ def ppo_on_rank(
     def start_group(worker_cls: Any, args: Any, cluster: Any, grid: Any, device: str) -> Any:
         return WorkerGroup(worker_cls, SpmdBackend(rank, world, worker_cls(rank, world, *args)), grid, 60.0)
 
-    placement.start_group, base.RunRewards = start_group, EvenTokens  # type: ignore[assignment]
-    trainer = ppo.PpoTrainer(cfg)
+    placement.start_group, parts.RunRewards, graph.run_nodes = start_group, EvenTokens, _serial  # type: ignore[assignment]
+    trainer = Trainer(cfg)
     if edits == "constant":
         trainer.flow.replace("values", constant(0.0))
     if edits == "function":
         trainer.flow.replace("values", lambda batch, critic_plan: torch.full((batch.num_tokens,), 0.25))
-    trainer.flow.run = _serial(trainer.flow)
-    return [trainer.train_step(step) for step in range(1, steps + 1)]
+    trainer.start()
+    return [trainer.publish(trainer.learn(trainer.take(step))).metrics for step in range(1, steps + 1)]
 
 
 SMALL = [

@@ -1,7 +1,7 @@
 """Checks of the run's folder: its name stays in the root and fits the file system, and the root can be written.
 
 Nothing is written to find out, so that a refused run leaves no trace; whether the folder holds a run already is
-looked at when training starts (trainers/run_folder.py).
+looked at when training starts (runs/folder.py).
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ def warmup_ends(cfg: RunConfig) -> list[Fault]:
     steps, warmup = cfg.trainer.total_training_steps, cfg.actor.optim.lr_warmup_steps
     if steps is None or cfg.data.train_batch_size % cfg.mini_batch_size:
         return []
-    epochs = cfg.actor.ppo_epochs if cfg.needs.rollouts else 1
-    updates = steps * (cfg.data.train_batch_size // cfg.mini_batch_size) * epochs
+    updates = steps * cfg.updates_per_step
     if warmup <= updates:
         return []
     reason = f"the run has {updates} optimizer steps (trainer.total_training_steps {steps}): lr is never reached"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +12,16 @@ import torch
 from megatron_rl.algos.correction import mismatch_metrics
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.errors import RolloutError
+from megatron_rl.flow import Node
+from megatron_rl.flow.run import PartialRun
+from megatron_rl.learning import passes
 from megatron_rl.learning.mismatch import MismatchGuard
 from megatron_rl.observe.step_line import step_line
-from megatron_rl.trainers import report
-from megatron_rl.trainers.base import RlTrainer
-from megatron_rl.trainers.grpo import GrpoTrainer
-from megatron_rl.trainers.ppo import PpoTrainer
+from megatron_rl.runs.trainer import StepUnderWay, Trainer
 from megatron_rl.types import TrainBatch
 from tests.helpers.config import load, only_fault
 
+PPO = ["algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae", "rollout.n=1"]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -96,7 +96,7 @@ def test_n8_log_probabilities_that_are_not_finite_are_counted_apart(value: float
     ],
 )
 def test_n8_sequences_that_an_on_policy_update_leaves_out_get_a_pass_of_their_own(
-    needs_old: bool, kept: list[bool], passed: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_old: bool, kept: list[bool], passed: Any
 ) -> None:
     """N8: also where nothing is kept, and so nothing is updated."""
     seen: list[BatchPlan] = []
@@ -105,30 +105,25 @@ def test_n8_sequences_that_an_on_policy_update_leaves_out_get_a_pass_of_their_ow
         seen.append(plan)
         return torch.full((batch.num_tokens,), -1.0)
 
-    trainer: Any = SimpleNamespace(needs_old_logprobs=needs_old, old_logprobs=old_logprobs)
+    monkeypatch.setattr(passes, "old_logprobs", lambda models, batch, plan: old_logprobs(batch, plan))
+    models = passes.Models(
+        load(tmp_path, f"algorithm.rollout_correction.rollout_is={'token' if needs_old else 'null'}")
+    )
     batch = TrainBatch(torch.zeros(6, dtype=torch.int64), (2, 2, 2), torch.ones(6, dtype=torch.bool))
-    found = RlTrainer.left_out_logprobs(trainer, batch, BatchPlan(((((0,), (1, 2)),),)), torch.tensor(kept))
+    found = passes.skipped_logprobs(models, batch, BatchPlan(((((0,), (1, 2)),),)), torch.tensor(kept))
     assert (seen == []) if passed is None else (seen == [BatchPlan(passed)])
     assert found.tolist() == [0.0 if passed is None else -1.0] * 6
 
 
-@pytest.mark.parametrize("algorithm", [GrpoTrainer, PpoTrainer])
-def test_n8_the_step_of_every_algorithm_looks_at_the_mismatch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: type[RlTrainer]
-) -> None:
-    """N8: a trainer without data and workers, whose flow gives metrics above the bound."""
-    trainer: Any = algorithm.__new__(algorithm)
-    trainer.guard, trainer.workers, trainer.needs_old_logprobs = (
-        SimpleNamespace(),
-        SimpleNamespace(busy_seconds=0),
-        True,
-    )
-    trainer.next_prompts = list
-    trainer.flow = SimpleNamespace(run=lambda **_: {"groups": [], "results": []}, last_timings={})
-    trainer.mismatch = _guard(tmp_path, "algorithm.max_mismatch_steps=1")
-    monkeypatch.setattr(report, "step_metrics", lambda *_, **__: _metrics(1.0))
+@pytest.mark.parametrize("settings", [[], PPO])
+def test_n8_the_step_of_every_algorithm_looks_at_the_mismatch(tmp_path: Path, settings: list[str]) -> None:
+    """N8: a trainer without data and workers, whose flow reads metrics above the bound."""
+    trainer = Trainer(load(tmp_path, "algorithm.max_mismatch_steps=1", *settings))
+    trainer.flow.watch([Node("mismatch", lambda: _metrics(1.0))])
+    names = frozenset(node.name for node in trainer.flow.nodes)
+    learned = PartialRun({}, names, dict.fromkeys(names, (0.0, 1.0)))
     with pytest.raises(RolloutError, match=r"step 7.*algorithm\.max_mismatch"):
-        trainer.train_step(7)
+        trainer.publish(StepUnderWay(7, 6, learned, 0.0))
 
 
 def test_the_line_of_a_step_shows_what_goes_wrong_quietly() -> None:

@@ -15,7 +15,7 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import hf_shapes
-from megatron_rl.trainers.before import MOST_TOKENS_SHOWN, row_lines
+from megatron_rl.runs.before import MOST_TOKENS_SHOWN, row_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 

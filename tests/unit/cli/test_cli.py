@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl import trainers
 from megatron_rl.cli import VERBS, main, split_arguments
 from megatron_rl.errors import DataError
+from megatron_rl.runs import verbs
 from tests.helpers.config import base_settings, write
 from tests.unit.config.verl.test_translate import tutorial
 
@@ -124,13 +124,13 @@ def test_an_override_has_its_equals_sign_before_any_path(argument: str, is_overr
     assert split_arguments([argument]) == (([], [argument]) if is_override else ([argument], []))
 
 
-def test_train_eval_and_export_hand_the_config_to_trainers(
+def test_train_eval_and_export_hand_the_config_to_runs(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr(trainers, "run", lambda cfg: calls.append(("run", cfg.rollout.n)), raising=False)
-    monkeypatch.setattr(trainers, "evaluate", lambda cfg, out: calls.append(("evaluate", cfg.rollout.n)), raising=False)
-    monkeypatch.setattr(trainers, "export", lambda cfg, out: calls.append(("export", out)), raising=False)
+    monkeypatch.setattr(verbs, "train", lambda cfg: calls.append(("run", cfg.rollout.n)), raising=False)
+    monkeypatch.setattr(verbs, "evaluate", lambda cfg, out: calls.append(("evaluate", cfg.rollout.n)), raising=False)
+    monkeypatch.setattr(verbs, "export", lambda cfg, out: calls.append(("export", out)), raising=False)
     assert run(capsys, "train", config, "rollout.n=3")[0] == 0
     code, _, err = run(capsys, "eval", config)
     assert code == 2 and "data.val_files: []" in err
@@ -145,8 +145,8 @@ def test_eval_and_export_need_no_training_data(
 ) -> None:
     base_settings(tmp_path)
     calls: list[str] = []
-    monkeypatch.setattr(trainers, "evaluate", lambda cfg, out: calls.append("eval"), raising=False)
-    monkeypatch.setattr(trainers, "export", lambda cfg, out: calls.append("export"), raising=False)
+    monkeypatch.setattr(verbs, "evaluate", lambda cfg, out: calls.append("eval"), raising=False)
+    monkeypatch.setattr(verbs, "export", lambda cfg, out: calls.append("export"), raising=False)
     settings = [f"model.path={tmp_path / 'model'}", *(["--out", "hf"] if verb == "export" else [])]
     if verb == "eval":
         lengths = ["data.max_prompt_length=16", "data.max_response_length=8"]
@@ -161,7 +161,7 @@ def test_eval_and_export_need_no_training_data(
 def test_export_needs_neither_validation_data_nor_a_reward(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainers, "export", lambda cfg, out: None, raising=False)
+    monkeypatch.setattr(verbs, "export", lambda cfg, out: None, raising=False)
     gone = ["data.val_files=gone.parquet", "reward.function=gone.py:score", "trainer.test_freq=5"]
     assert run(capsys, "export", config, *gone, "--out", str(tmp_path / "hf"))[0] == 0
     code, _, err = run(capsys, "train", config, *gone)
@@ -177,10 +177,10 @@ def test_a_refusal_of_the_run_is_a_message_and_a_bug_is_a_traceback(
     def crash(cfg: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(trainers, "run", refuse, raising=False)
+    monkeypatch.setattr(verbs, "train", refuse, raising=False)
     code, _, err = run(capsys, "train", config)
     assert code == 2 and err == "megatron-rl train: train.jsonl row 3: no prompt -- add one\n"
-    monkeypatch.setattr(trainers, "run", crash, raising=False)
+    monkeypatch.setattr(verbs, "train", crash, raising=False)
     with pytest.raises(ZeroDivisionError):
         main(["train", config])
 

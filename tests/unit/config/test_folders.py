@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl import trainers
 from megatron_rl.config.checks.folders import export_faults, run_folder
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.errors import CheckpointError, ConfigError, DataError, MissingDependency, RewardError
-from megatron_rl.trainers import loop
-from megatron_rl.trainers.run_folder import LOCK_FILE, claim
+from megatron_rl.runs import session, verbs
+from megatron_rl.runs.folder import LOCK_FILE, claim
+from megatron_rl.runs.trainer import StepResult
+from megatron_rl.runs.validation import Validation
 from megatron_rl.weights.safetensors import write_model
 from tests.helpers.config import faults, load
 
@@ -157,7 +158,7 @@ def test_an_export_goes_to_a_folder_of_its_own(tmp_path: Path, name: str):
     cfg = load(tmp_path)
     before = state(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        trainers.export(cfg, out.format(tmp_path))
+        verbs.export(cfg, out.format(tmp_path))
     assert str(caught.value).startswith("--out ") and reason in str(caught.value) and cure in str(caught.value)
     assert state(tmp_path) == before
 
@@ -275,7 +276,7 @@ def test_a_claim_that_is_given_up_leaves_no_folder(tmp_path: Path):
 HOLDER = """
 import sys, time
 from megatron_rl.config.sections.trainer import TrainerConfig
-from megatron_rl.trainers.run_folder import claim
+from megatron_rl.runs.folder import claim
 with claim(TrainerConfig(default_local_dir=sys.argv[1], experiment_name="a", overwrite=sys.argv[2])) as folder:
     if sys.argv[3] == "begin":
         folder.begin()
@@ -331,27 +332,32 @@ class Steps:
 
     def __init__(self, cfg: RunConfig, fails: str = "") -> None:
         self.fails, self.is_closed = fails, False
-        if fails == "data":
+
+    def start(self) -> None:
+        if self.fails == "data":
             raise DataError("train.jsonl, row 1: no prompt -- add one")
 
-    def train_step(self, step: int) -> dict[str, float]:
-        if self.fails == f"step {step}":
-            raise RewardError("reward failed")
-        return {"reward/mean": float(step), "time/step": 0.1}
+    def take(self, step: int) -> int:
+        return step
 
-    def validate(self, step: int) -> dict[str, float]:
+    def learn(self, taken: int) -> int:
+        if self.fails == f"step {taken}":
+            raise RewardError("reward failed")
+        return taken
+
+    def publish(self, learned: int) -> StepResult:
+        return StepResult({"reward/mean": float(learned), "time/step": 0.1}, [{"prompt": "1+1=", "response": "2"}])
+
+    def validate(self, step: int) -> Validation:
         if self.fails == f"validation {step}":
             raise RewardError("validation failed")
-        return {"val/accuracy": 0.5}
+        return Validation({"val/accuracy": 0.5}, list)
 
-    def validation_rows(self) -> list[dict[str, Any]]:
-        return []
+    def stateful(self) -> dict[str, Any]:
+        return {}
 
     def finished(self) -> bool:
         return False
-
-    def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
-        return [{"prompt": "1+1=", "response": "2"}]
 
     def save(self, path: str) -> None:
         Path(path).mkdir()
@@ -360,12 +366,12 @@ class Steps:
     def close(self) -> None:
         self.is_closed = True
 
-    def data_summary(self) -> dict[str, Any]:
-        return {}
+    def summary(self) -> list[str]:
+        return []
 
 
 def run(cfg: RunConfig, fails: str = "", **trainer: Any) -> None:
-    loop.run(with_trainer(cfg, **trainer), lambda cfg: Steps(cfg, fails))
+    session.run(with_trainer(cfg, **trainer), lambda cfg: Steps(cfg, fails))
 
 
 @pytest.fixture

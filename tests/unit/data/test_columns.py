@@ -16,7 +16,7 @@ from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import SftSet, load_sft
 from megatron_rl.errors import DataError
-from megatron_rl.trainers.loop import summary_lines
+from megatron_rl.runs.summary import summary_lines
 from tests.helpers.data import chat_folder, write_jsonl, write_parquet
 
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ from megatron_rl.data.sft import SftSet, load_sft
 from megatron_rl.errors import CheckpointError, DataError, RolloutError
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling
 from megatron_rl.rollout.fake import FakeEngine
-from megatron_rl.trainers.loop import summary_lines
+from megatron_rl.runs.summary import summary_lines
 from megatron_rl.types import Samples
 from megatron_rl.weights.safetensors import write_model
 from tests.helpers.config import only_fault

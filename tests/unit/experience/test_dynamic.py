@@ -44,7 +44,7 @@ def test_one_batch_is_enough_where_all_groups_differ() -> None:
     stream = _stream()
     found = _step(stream, good=set(range(40)))
     assert len(found.groups) == 4 and stream.position == 4
-    assert found.counts == {
+    assert found.sampling == {
         "sampling/batches": 1, "sampling/prompts": 4, "sampling/flat": 0, "sampling/surplus": 0, "sampling/filled": 0,
     }  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_further_batches_take_the_places_of_flat_groups() -> None:
     good = {order[1], *second}
     found = _step(_stream(), good)
     assert _indices(found) == [order[1], *second[:3]]
-    assert found.counts == {
+    assert found.sampling == {
         "sampling/batches": 2, "sampling/prompts": 8, "sampling/flat": 3, "sampling/surplus": 1, "sampling/filled": 0,
     }  # fmt: skip
     assert [result.value for result in found.results] == [0.0, 1.0] * 4
@@ -73,8 +73,8 @@ def test_sampling_is_bounded_and_the_step_keeps_its_shape() -> None:
     stream = _stream()
     found = _step(stream, good=set())
     assert stream.position == 12 and len(found.groups) == 4 and len(found.results) == 8
-    assert found.counts["sampling/batches"] == 3 and found.counts["sampling/filled"] == 4
-    assert found.counts["sampling/flat"] == 8, "those that were left out"
+    assert found.sampling["sampling/batches"] == 3 and found.sampling["sampling/filled"] == 4
+    assert found.sampling["sampling/flat"] == 8, "those that were left out"
 
 
 def test_r1_sampling_goes_on_from_the_position_in_the_data_alone() -> None:

@@ -344,17 +344,17 @@ def test_what_reads_values_after_the_run_is_checked_before_it():
 
 
 def test_a_step_runs_in_parts_and_nothing_runs_twice():
-    """What is given is not made again; `before` leaves out a node and what needs it; a value stands for its node."""
-    whole = grpo_like().run(prompts=[1, 2])
-    flow = grpo_like()
-    sampled = flow.run(until=["samples"], prompts=[1, 2])
-    assert sampled == {"samples": [2, 4]} and set(flow.last_timings) == {"generate"}
-    learned = flow.run(given=sampled, before="loss")
-    assert set(flow.last_timings) == {"reward", "logprobs", "advantages"}
-    assert sampled | learned | flow.run(until="loss", given=sampled | learned) == whole
-    assert set(flow.last_timings) == {"update"}
-    with pytest.raises(FlowError, match=r"given \['adv'\] of node 'advantages', which makes \['adv', 'kl'\]"):
-        flow.run(given={"adv": 1.0}, prompts=[1])
+    """`until` and `before` leave the rest for later; a value stands for its node; watchers run once, too."""
+    whole, flow, seen = grpo_like().run(prompts=[1, 2]), grpo_like(), list[float]()
+    flow.insert_after("reward", Node("watch", lambda scores: seen.extend(scores), {"scores": list[float]}, {}))
+    flow.insert_after("generate", lambda samples: samples)
+    sampled = flow.advance(flow.begin(prompts=[1, 2]), until=["samples"])
+    assert sampled.done == {"generate", "after_generate"} and sampled.values["samples"] == [2, 4] and not seen
+    learned = flow.advance(sampled, before="loss")
+    assert learned.done - sampled.done == {"reward", "logprobs", "advantages", "watch"} and seen == [2.0, 4.0]
+    end = flow.advance(learned)
+    assert end.done - learned.done == {"update"} and end.timings.keys() == end.done and seen == [2.0, 4.0]
+    assert {name: end.values[name] for name in whole} == whole
 
 
 def test_what_has_no_name_is_refused():

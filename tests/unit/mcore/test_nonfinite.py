@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.errors import CheckpointError, NonFiniteError
 from megatron_rl.learning.nonfinite import NonFiniteGuard
-from megatron_rl.trainers.report import update_metrics
+from megatron_rl.runs.metrics import update_metrics
 from megatron_rl.types import BadMicroBatch, Metric, StepReport, TrainBatch
 from megatron_rl.weights.safetensors import refuse_nonfinite
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.rewards.answers import extract_answer, final_number, only_number, vote
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rewards.text import numeric
-from megatron_rl.trainers.validation import validation_metrics
+from megatron_rl.runs.validation import validation_metrics
 from megatron_rl.types import Prompt, Rollout, RolloutGroup
 
 TABLE = [

@@ -13,11 +13,13 @@ from megatron_rl.config.checks.unused import idle_settings
 from megatron_rl.config.sections.algorithm import KlCtrlConfig
 from megatron_rl.config.tables import batch_table
 from megatron_rl.data.batching import BatchPlan, from_rollouts
+from megatron_rl.learning.credit import token_rewards
 from megatron_rl.learning.kl_control import KlControl
 from megatron_rl.models.config_json import read_critic_shape
 from megatron_rl.models.layouts import Block
 from megatron_rl.rewards.base import RewardResult
-from megatron_rl.trainers.ppo import PpoTrainer
+from megatron_rl.trainers.parts import Parts
+from megatron_rl.trainers.ppo import advantages
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
 from megatron_rl.weights.heads import ValueHeadSource
 from tests.helpers.config import faults, load, make_model
@@ -28,14 +30,15 @@ PPO = ("algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae"
 RESPONSES = ((8, EOS), (9, 9, 9), (PAD, 7, EOS), (5, 2), (EOS,))
 
 
-def bare_trainer(folder: Path, *overrides: str) -> Any:
-    """The trainer's arithmetic alone: no data, no workers."""
-    trainer = PpoTrainer.__new__(PpoTrainer)
-    trainer.cfg = load(folder, *PPO, "data.train_batch_size=5", *overrides)
-    trainer.critic_training, trainer.shared = trainer.cfg.critic_training, trainer.cfg.critic.share_backbone
-    trainer.num_updates, trainer.needs_old_logprobs = 1, False
-    trainer.kl_control = KlControl(trainer.cfg.algorithm.kl_ctrl)
-    return trainer
+def parts_of(folder: Path, *overrides: str) -> Parts:
+    """The arithmetic's surroundings: no data, no workers."""
+    return Parts(load(folder, *PPO, "data.train_batch_size=5", *overrides))
+
+
+def rewards_of(parts: Parts, batch: TrainBatch, results: list[RewardResult], *logprobs: torch.Tensor) -> torch.Tensor:
+    old, ref = logprobs or (None, None)
+    scores = torch.tensor([result.value for result in results])
+    return token_rewards(parts.cfg, parts.kl_control, batch, scores, old, ref)
 
 
 def rollouts() -> tuple[list[RolloutGroup], TrainBatch, torch.Tensor, list[RewardResult]]:
@@ -54,7 +57,7 @@ def rollouts() -> tuple[list[RolloutGroup], TrainBatch, torch.Tensor, list[Rewar
 def test_n6_the_reward_sits_on_the_last_sampled_token_whatever_that_is(tmp_path: Path) -> None:
     """N6: with and without an end, with pad == eos, with an end alone; the ids themselves are never looked at."""
     _, batch, _, results = rollouts()
-    rewards = bare_trainer(tmp_path).token_rewards(batch, results, None, None)
+    rewards = rewards_of(parts_of(tmp_path), batch, results)
     ends = torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1
     assert rewards[ends].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] and rewards.count_nonzero() == len(ends)
     assert bool(batch.loss_mask[ends].all()), "the last token of a sequence is a sampled one"
@@ -62,24 +65,24 @@ def test_n6_the_reward_sits_on_the_last_sampled_token_whatever_that_is(tmp_path:
 
 def test_the_kl_of_the_reward_lies_on_every_sampled_token_and_nowhere_else(tmp_path: Path) -> None:
     _, batch, _, results = rollouts()
-    trainer = bare_trainer(tmp_path, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
+    parts = parts_of(tmp_path, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
     old, ref = torch.full((batch.num_tokens,), -1.0), torch.full((batch.num_tokens,), -1.2)
-    plain = bare_trainer(tmp_path).token_rewards(batch, results, None, None)
-    shaped = trainer.token_rewards(batch, results, old, ref)
+    plain = rewards_of(parts_of(tmp_path), batch, results)
+    shaped = rewards_of(parts, batch, results, old, ref)
     assert torch.allclose(shaped, plain - 0.5 * 0.2 * batch.loss_mask)
-    assert trainer.kl_control.metrics() == {"kl/reward": pytest.approx(0.2), "kl/coef": 0.5}
+    assert parts.kl_control.metrics() == {"kl/reward": pytest.approx(0.2), "kl/coef": 0.5}
 
 
 @pytest.mark.parametrize("whitened", [True, False])
 def test_advantages_are_gae_by_hand_and_whitened_over_the_step(tmp_path: Path, whitened: bool) -> None:
     """A constant in the critic's place; gamma and lam by hand, one sequence at a time."""
     groups, batch, group_ids, results = rollouts()
-    trainer = bare_trainer(
+    parts = parts_of(
         tmp_path, "algorithm.gamma=0.9", "algorithm.lam=0.8", f"algorithm.whiten_advantages={str(whitened).lower()}"
     )
     plan = BatchPlan((((tuple(range(5)),),),))
-    found = trainer.advantages(batch, group_ids, plan, groups, results, 0.25)
-    advantages, returns = [], []
+    found = advantages(parts, batch, group_ids, plan, groups, results, 0.25)
+    wanted_advantages, wanted_returns = list[float](), list[float]()
     for ids, result in zip(RESPONSES, results, strict=True):
         rewards = [0.0] * (len(ids) - 1) + [result.value]
         carried, of_sequence = 0.0, []
@@ -87,27 +90,27 @@ def test_advantages_are_gae_by_hand_and_whitened_over_the_step(tmp_path: Path, w
             after = 0.25 if t + 1 < len(ids) else 0.0
             carried = rewards[t] + 0.9 * after - 0.25 + 0.9 * 0.8 * carried
             of_sequence.insert(0, carried)
-        advantages += of_sequence
-        returns += [0.25 + value for value in of_sequence]
-    wanted = torch.tensor(advantages)
+        wanted_advantages += of_sequence
+        wanted_returns += [0.25 + value for value in of_sequence]
+    wanted = torch.tensor(wanted_advantages)
     if whitened:
         wanted = (wanted - wanted.mean()) / (wanted.std() + 1e-8)
     mask = batch.loss_mask
-    assert torch.allclose(found["train_batch"].columns["advantages"][mask], wanted, atol=1e-5)
-    assert torch.allclose(found["returns"][mask], torch.tensor(returns), atol=1e-5)
-    assert torch.equal(found["critic_batch"].columns["returns"], found["returns"])
-    assert float(found["critic_batch"].columns["loss_weights"].sum()) == pytest.approx(1.0)
-    assert not found["train_batch"].columns["advantages"][~mask].any() and not found["seen_values"][~mask].any()
+    assert torch.allclose(found.train_batch.columns["advantages"][mask], wanted, atol=1e-5)
+    assert torch.allclose(found.returns[mask], torch.tensor(wanted_returns), atol=1e-5)
+    assert torch.equal(found.critic_batch.columns["returns"], found.returns)
+    assert float(found.critic_batch.columns["loss_weights"].sum()) == pytest.approx(1.0)
+    assert not found.train_batch.columns["advantages"][~mask].any() and not found.seen_values[~mask].any()
 
 
 def test_the_critic_learns_from_truncated_responses_that_the_actor_leaves_out(tmp_path: Path) -> None:
     groups, batch, group_ids, results = rollouts()
-    trainer = bare_trainer(tmp_path, "algorithm.overlong_filtering=true")
-    found = trainer.advantages(batch, group_ids, BatchPlan((((tuple(range(5)),),),)), groups, results, 0.0)
-    assert found["kept"].tolist() == [True, False, True, True, True]
+    parts = parts_of(tmp_path, "algorithm.overlong_filtering=true")
+    found = advantages(parts, batch, group_ids, BatchPlan((((tuple(range(5)),),),)), groups, results, 0.0)
+    assert found.kept.tolist() == [True, False, True, True, True]
     cut = batch.segments == 1
-    assert not found["train_batch"].columns["loss_weights"][cut].any()
-    assert int((found["critic_batch"].columns["loss_weights"][cut] > 0).sum()) == 3
+    assert not found.train_batch.columns["loss_weights"][cut].any()
+    assert int((found.critic_batch.columns["loss_weights"][cut] > 0).sum()) == 3
 
 
 def _kl_batch(lens: tuple[int, ...]) -> TrainBatch:
@@ -129,7 +132,7 @@ def test_the_adaptive_kl_weight_follows_ziegler_2019() -> None:
     control.observe(torch.zeros(4), batch)
     assert control.coef == pytest.approx(coef * (1 - 0.2 * 2 / 40))
     resumed = KlControl(KlCtrlConfig(type="adaptive"))
-    resumed.load_state_dict(control.state_dict())
+    resumed.restore(control.state())
     assert resumed.coef == control.coef
 
 

@@ -1,4 +1,4 @@
-"""What every run does around its steps: log, validate, save, draw, close. No algorithm."""
+"""A run from its folder to its curves: log, validate, save, draw, close around the steps of a loop. No algorithm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Generic
 
 from megatron_rl.cluster import stop
 from megatron_rl.config.checks.folders import ROOT_KEY
@@ -17,6 +17,7 @@ from megatron_rl.config.load import dump_yaml, to_dict
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import batch_table, format_table, layout_table
 from megatron_rl.errors import ConfigError, DataError, Fault, MissingDependency
+from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.log import set_step, setup_logging
@@ -24,7 +25,10 @@ from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, open_sinks, require_sinks
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
-from megatron_rl.trainers.run_folder import RunFolder, claim, remove_run
+from megatron_rl.runs.folder import RunFolder, claim, remove_run
+from megatron_rl.runs.loop import Loop, LoopTrainer, OneStep, StepT, synchronous
+from megatron_rl.runs.state import RunState
+from megatron_rl.runs.validation import SampleRow
 
 logger = logging.getLogger(__name__)
 
@@ -35,56 +39,16 @@ RECORD_FILE = "run.json"
 """Versions, commit, command line and time of the start."""
 
 
-class Counted(Protocol):
-    """A data set that knows what became of its rows."""
-
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_filtered(self) -> int: ...
-    @property
-    def num_truncated(self) -> int: ...
-    @property
-    def num_cached(self) -> int: ...
-    @property
-    def rows_by_source(self) -> Mapping[str, int]: ...
-    @property
-    def notes(self) -> Sequence[str]: ...
-
-
-class Trainer(Protocol):
-    """One algorithm with its data and workers."""
-
-    @property
-    def total_steps(self) -> int: ...
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    def train_step(self, step: int) -> dict[str, float]: ...
-    def validate(self, step: int) -> dict[str, float]: ...
-    def validation_rows(self) -> list[dict[str, Any]]:
-        """What the last validation saw, one row a sample."""
-        ...
-
-    def finished(self) -> bool:
-        """Whether the run may end before total_steps."""
-        ...
-
-    def sample_rollouts(self, count: int) -> list[dict[str, Any]]:
-        """Some rollouts of the last step, for a reader."""
-        ...
-
-    def save(self, path: str) -> None: ...
-    def close(self) -> None: ...
-    def data_summary(self) -> Mapping[str, Counted]: ...
-
-
-def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
+def run(
+    cfg: RunConfig, make_trainer: Callable[[RunConfig], LoopTrainer[StepT]], loop: Loop[StepT] = synchronous
+) -> None:
     """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl,
     rollouts.jsonl, curves.png, final/.
 
     Everything that is refused is found before the folder changes: an earlier run in it stays as it was. A signal that
     asks the run to end (cluster/stop.py) has it save first; then Stopped is raised, which says where.
+
+    make_trainer: builds a trainer, which this starts and closes.
     """
     setup_logging("controller")
     record = run_record()
@@ -96,12 +60,13 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
         progress.say(format_table(batch_table(cfg)))
         progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
         require_sinks(cfg.trainer.logger)
-        with progress.phase("load data, start workers"):
-            trainer = make_trainer(cfg)
+        trainer = make_trainer(cfg)
         try:
-            for line in summary_lines(trainer.data_summary(), cfg.data.mix_weights):
+            with progress.phase("load data, start workers"):
+                trainer.start()
+            for line in trainer.summary():
                 progress.say(line)
-            _Run(cfg, trainer, folder, progress, record).train()
+            _Run(cfg, trainer, folder, progress, record, loop).train()
         finally:
             trainer.close()
         _draw_curves(cfg, folder.path)
@@ -110,42 +75,28 @@ def run(cfg: RunConfig, make_trainer: Callable[[RunConfig], Trainer]) -> None:
         )
 
 
-def summary_lines(sets: Mapping[str, Counted], mix_weights: Mapping[str, float]) -> list[str]:
-    """Rows read, left out, cut and taken from a cache, by set; used rows and shares by source; notes (contract R6)."""
-    lines: list[str] = []
-    for name, data in sets.items():
-        cached = f"; tokens of {data.num_cached:,} rows were kept from an earlier run" if data.num_cached else ""
-        lines.append(
-            f"{name}: {data.num_rows:,} rows, {data.num_filtered:,} left out and {data.num_truncated:,} cut for "
-            f"length{cached}"
-        )
-        mix = mix_weights if name == "train" else {}
-        if len(data.rows_by_source) > 1 or mix:
-            parts = [
-                f"{source} {count:,} rows"
-                + (f" for {mix[source] / sum(mix.values()):.1%} of the samples" if mix else "")
-                for source, count in data.rows_by_source.items()
-            ]
-            lines.append(f"{name}: {', '.join(parts)}")
-        lines += [f"{name}: {note}" for note in data.notes]
-    return lines
-
-
-class _Run:
+class _Run(Generic[StepT]):
     """The steps of a run, and what is written around them."""
 
     def __init__(
-        self, cfg: RunConfig, trainer: Trainer, folder: RunFolder, progress: Progress, record: Mapping[str, Any]
+        self,
+        cfg: RunConfig,
+        trainer: LoopTrainer[StepT],
+        folder: RunFolder,
+        progress: Progress,
+        record: Mapping[str, object],
+        loop: Loop[StepT],
     ) -> None:
         """record: what run.json shall hold."""
-        self._record = record
+        self._record, self._loop = record, loop
         self._cfg, self._trainer, self._folder, self._progress = cfg, trainer, folder, progress
         self._total = trainer.total_steps
         self._sinks = Sinks([])
         self._samples_fail = False
         self._start = time.perf_counter()
-        self._done = 0
-        """Steps whose update is complete."""
+        self._buffer: RolloutBuffer[StepT] = RolloutBuffer(max_staleness=0)
+        self._state = RunState({**trainer.stateful(), "buffer": self._buffer})
+        self._first = self._state.step + 1
         self._saved: Path | None = None
         """The newest save, where it holds the weights of the last step."""
         self._unwritten: tuple[int, dict[str, float]] | None = None
@@ -162,10 +113,13 @@ class _Run:
             self._begin()
             self._note_validation(0, {}, found)
             self._start = time.perf_counter()
-            with self._progress.bar("train", self._total, every_s=None) as advance:
-                for step in range(1, self._total + 1):
+            with (
+                self._progress.bar("train", self._total, every_s=None) as advance,
+                self._loop(self._trainer, self._buffer, self._state) as one_step,
+            ):
+                for step in range(self._first, self._total + 1):
                     set_step(step)
-                    if self._step(step):
+                    if self._step(step, one_step):
                         break
                     advance(1)
         except KeyboardInterrupt as interrupt:
@@ -179,15 +133,15 @@ class _Run:
         """Save what is not saved yet, as the weights of the last step that is complete; what became of them."""
         signal = stop.received()
         who = f"stopped by {signal.name if signal else 'an interrupt'}"
-        if self._done == 0:
+        if self._state.step == 0:
             if self._folder.is_begun:
                 remove_run(self._folder.path)
             return f"{who} before the first step was complete: there are no new weights"
-        who = f"{who} after step {self._done}"
+        who = f"{who} after step {self._state.step}"
         if self._saved is None and self._cfg.trainer.save_freq == 0:
             return f"{who}: trainer.save_freq is 0, so no weights are kept"
         if self._saved is None:
-            self._save(self._folder.path / f"global_step_{self._done}" / "actor")
+            self._save(self._folder.path / f"global_step_{self._state.step}" / "actor")
         return f"{who}: its weights are in {self._saved}"
 
     def _begin(self) -> None:
@@ -201,6 +155,8 @@ class _Run:
                 folder.path,
                 project=cfg.trainer.project_name,
                 experiment=cfg.trainer.experiment_name,
+                # Step 0 is the validation before the first step.
+                first_step=self._first if self._state.step else 0,
                 settings=to_dict(cfg),
             )
             self._sinks = Sinks(sinks)
@@ -214,13 +170,15 @@ class _Run:
                 raise ConfigError([Fault(ROOT_KEY, cfg.trainer.default_local_dir, reason, cure)]) from error
             raise
 
-    def _step(self, step: int) -> bool:
+    def _step(self, step: int, one_step: OneStep) -> bool:
         """One step with its save, validation and samples; whether it was the last."""
         cfg, trainer = self._cfg, self._trainer
         with stop.one_step():
-            metrics = trainer.train_step(step)
-            metrics["perf/left_s"] = (time.perf_counter() - self._start) / step * (self._total - step)
-            self._done, self._saved, self._unwritten = step, None, (step, metrics)
+            result = one_step(step)
+            metrics = result.metrics
+            done = step + 1 - self._first
+            metrics["perf/left_s"] = (time.perf_counter() - self._start) / done * (self._total - step)
+            self._state.step, self._saved, self._unwritten = step, None, (step, metrics)
         last = step == self._total or trainer.finished()
         if "console" in cfg.trainer.logger and _shown(cfg, step, last):
             self._progress.say(step_line(step, self._total, metrics))
@@ -229,7 +187,7 @@ class _Run:
         found = self._validated(step) if _due_for_validation(cfg, trainer, step, last) else {}
         with stop.held():
             self._note_validation(step, metrics, found)
-            self._keep_samples(step, trainer.sample_rollouts(cfg.trainer.num_logged_rollouts))
+            self._keep_samples(step, result.samples)
         return last
 
     def _save_if_due(self, step: int, last: bool) -> None:
@@ -249,8 +207,8 @@ class _Run:
 
     def _validated(self, step: int) -> dict[str, float]:
         start = time.perf_counter()
-        found = self._trainer.validate(step)
-        return found | {"time/validate": time.perf_counter() - start} if found else {}
+        metrics = self._trainer.validate(step).metrics
+        return metrics | {"time/validate": time.perf_counter() - start} if metrics else {}
 
     def _note_validation(self, step: int, metrics: dict[str, float], found: dict[str, float]) -> None:
         if found or metrics:
@@ -260,7 +218,7 @@ class _Run:
             shown = {name: value for name, value in found.items() if name != "time/validate"}
             self._progress.say(f"validation  {step_line(step, self._total, shown)}")
 
-    def _keep_samples(self, step: int, rollouts: list[dict[str, Any]]) -> None:
+    def _keep_samples(self, step: int, rollouts: Sequence[SampleRow]) -> None:
         lines = [json.dumps({"step": step, **rollout}, default=str) + "\n" for rollout in rollouts]
         if not lines:
             return
@@ -279,7 +237,7 @@ def _shown(cfg: RunConfig, step: int, last: bool) -> bool:
     return last or step % cfg.needs.prints_every == 0
 
 
-def _due_for_validation(cfg: RunConfig, trainer: Trainer, step: int, last: bool) -> bool:
+def _due_for_validation(cfg: RunConfig, trainer: LoopTrainer[StepT], step: int, last: bool) -> bool:
     frequency = cfg.trainer.test_freq
     if frequency == 0:
         return False

@@ -25,7 +25,7 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_critic_shape, read_model_shape
 from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.trainers.loop import Counted, summary_lines
+from megatron_rl.runs.summary import Counted, summary_lines
 from megatron_rl.types import Prompt
 from megatron_rl.weights.heads import ValueHeadSource, value_head_shapes
 from megatron_rl.weights.safetensors import SafetensorsSource
@@ -144,6 +144,7 @@ def _read_sets(
 
 def _check_rewards(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
     rewards = RunRewards(cfg)
+    rewards.start()
     try:
         rewards.preflight(prompts)
     finally:

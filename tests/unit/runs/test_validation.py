@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +17,20 @@ from megatron_rl.cluster.handles import InProcess
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rollout.engine import Request
-from megatron_rl.trainers.base import RlTrainer
-from megatron_rl.trainers.loop import summary_lines
-from megatron_rl.trainers.validation import (
+from megatron_rl.runs.summary import summary_lines
+from megatron_rl.runs.validation import (
     extract_answer,
     majority_score,
     pass_at_k,
     row_metrics,
+    validate_prompts,
     validation_metrics,
 )
+from megatron_rl.trainers.parts import Parts
 from megatron_rl.types import EngineAnswer, Prompt, Rollout, RolloutGroup, Samples, Texts
 from megatron_rl.workers.engine import EngineWorker
+
+from tests.helpers.config import load
 
 
 def group(index: int, texts: list[str], source: str = "s") -> RolloutGroup:
@@ -118,6 +122,9 @@ class Engines:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
+    def all(self, method: Any, version: int, expect_change: bool) -> None:
+        assert method is EngineWorker.publish
+
     def each_engine(self, method: Any, requests: list[list[Request]], sampling: Any) -> list[EngineAnswer]:
         assert method is EngineWorker.generate
         self.batches.append(sum(map(len, requests)))
@@ -132,33 +139,36 @@ class Engines:
         return [EngineAnswer.of(s, InProcess(s), InProcess(t)) for s, t in zip(samples, texts, strict=True)]
 
 
+class Stops:
+    """A renderer with a stop token."""
+
+    def stops(self, texts: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        return (0,), ()
+
+
 @pytest.mark.parametrize(("size", "batches"), [(None, [7]), (7, [7]), (3, [3, 3, 1]), (1, [1] * 7), (100, [7])])
-def test_each_row_is_validated_once_whatever_the_batch_size(size: int | None, batches: list[int]):
+def test_each_row_is_validated_once_whatever_the_batch_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None, batches: list[int]
+):
     """R4: an uneven last batch neither drops nor repeats a row, and the samples are those of one batch."""
-    trainer, engines = RlTrainer.__new__(RlTrainer), Engines()
+    settings = ["rollout.val.n=4", "rollout.val.temperature=1.0", "rollout.val.pass_score=4.0", "trainer.seed=3"]
+    settings += ["data.max_response_length=4", "rollout.seed_per_sample=true", f"data.val_batch_size={size or 'null'}"]
+    parts, engines = Parts(load(tmp_path, *settings)), Engines()
+    parts.sampler.start(engines, Stops())  # type: ignore[arg-type]
     seen: list[int] = []
 
     def reward(groups: list[RolloutGroup]) -> list[RewardResult]:
         seen.extend(one.prompt.index for one in groups)
         return [RewardResult(float(r.token_ids[0])) for one in groups for r in one.rollouts]
 
-    val = SimpleNamespace(n=4, temperature=1.0, top_p=1.0, top_k=-1, pass_score=4.0)
-    trainer.cfg = SimpleNamespace(  # type: ignore[assignment]
-        rollout=SimpleNamespace(val=val, seed_per_sample=True, stop=[]),
-        data=SimpleNamespace(val_batch_size=size, max_response_length=4),
-        trainer=SimpleNamespace(seed=3),
-    )
+    monkeypatch.setattr(parts.rewards, "score", reward)
     prompts = tuple(Prompt(2 * i, (i + 1,), "p", "ab"[i % 2], None) for i in range(7))
-    trainer.val_set = SimpleNamespace(prompts=prompts)  # type: ignore[assignment]
-    trainer.workers, trainer.version = SimpleNamespace(engines=engines), 0  # type: ignore[assignment]
-    trainer.stop_ids, trainer.stop_texts = (0,), ()
-    trainer.reward = reward  # type: ignore[method-assign]
-    metrics = trainer.validate(5)
+    metrics = validate_prompts(parts, prompts, 5).metrics
     assert (engines.batches, seen) == (batches, [0, 2, 4, 6, 8, 10, 12])
     assert metrics["val/num_rows"] == 7.0 and metrics["val/num_samples"] == 28.0
-    engines.batches.clear()
-    trainer.cfg.data.val_batch_size = None  # type: ignore[misc]
-    assert trainer.validate(5) == metrics
+    whole = load(tmp_path, *settings, "data.val_batch_size=null")
+    parts.cfg = whole
+    assert validate_prompts(parts, prompts, 5).metrics == metrics
     assert not math.isclose(metrics["val/accuracy"], 0.0)
 
 

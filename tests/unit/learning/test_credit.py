@@ -8,10 +8,12 @@ from typing import Literal
 import torch
 
 from megatron_rl.data.batching import from_rollouts
-from megatron_rl.learning.selection import leave_out, length_penalties, loss_old_logprobs, response_lens
+from megatron_rl.experience.scoring import length_penalties
+from megatron_rl.learning.credit import loss_old_logprobs, response_lens, select_tokens
 from megatron_rl.types import Prompt, Rollout, RolloutGroup
 from tests.helpers.config import load
 
+NO_PENALTIES = torch.zeros(4, dtype=torch.float64)
 CORRECTION = "algorithm.rollout_correction."
 
 
@@ -27,7 +29,7 @@ def _groups(*reasons: Literal["stop", "length"]) -> list[RolloutGroup]:
 def test_nothing_is_left_out_by_default(tmp_path: Path) -> None:
     groups = _groups("stop", "length", "stop", "stop")
     batch, _ = from_rollouts(groups)
-    found = leave_out(load(tmp_path), batch, groups, torch.zeros(4, dtype=torch.bool), None)
+    found = select_tokens(load(tmp_path), batch, groups, torch.zeros(4, dtype=torch.bool), NO_PENALTIES, None)
     assert bool(found.kept.all()) and torch.equal(found.mask, batch.loss_mask)
     assert found.columns == {} and found.counts == {"groups/dropped": 0.0}
 
@@ -36,7 +38,7 @@ def test_r6_cut_responses_and_flat_groups_leave_the_loss_and_are_counted_apart(t
     groups = _groups("stop", "length", "length", "stop")
     batch, _ = from_rollouts(groups)
     cfg = load(tmp_path, "algorithm.overlong_filtering=true")
-    found = leave_out(cfg, batch, groups, torch.tensor([False, False, True, True]), None)
+    found = select_tokens(cfg, batch, groups, torch.tensor([False, False, True, True]), NO_PENALTIES, None)
     assert found.kept.tolist() == [True, False, False, False]
     assert int(found.mask.sum()) == 1
     assert found.counts == {"groups/dropped": 1.0, "samples/overlong_left_out": 1.0}
@@ -49,7 +51,7 @@ def test_rejected_tokens_leave_the_mask_and_empty_sequences_the_update(tmp_path:
     # Sequence 0 has one response token, which is off by a factor of e; of the two of sequence 1 one is.
     old = torch.where(batch.loss_mask, -1.0, 0.0)
     old[[2, 6]] = 0.0
-    found = leave_out(cfg, batch, groups, torch.zeros(2, dtype=torch.bool), old)
+    found = select_tokens(cfg, batch, groups, torch.zeros(2, dtype=torch.bool), NO_PENALTIES, old)
     assert found.mask.nonzero().squeeze(1).tolist() == [5] and found.kept.tolist() == [False, True]
     assert found.counts["correction/masked_share"] == 2 / 3 and found.counts["correction/weight_mean"] == 1.0
     assert found.columns.keys() == {"rollout_weights"}
@@ -60,9 +62,9 @@ def test_the_old_policy_of_the_loss(tmp_path: Path) -> None:
     batch, _ = from_rollouts(_groups("stop", "stop"))
     trainers = torch.full((batch.num_tokens,), -2.0)
     cfg = load(tmp_path)
-    assert loss_old_logprobs(cfg, batch, trainers, 1) == {}
-    assert loss_old_logprobs(cfg, batch, trainers, 2) == {"old_logprobs": trainers}
-    bypassed = loss_old_logprobs(load(tmp_path, f"{CORRECTION}bypass_mode=true"), batch, None, 1)
+    assert loss_old_logprobs(cfg, batch, trainers) == {}
+    assert loss_old_logprobs(load(tmp_path, "actor.ppo_epochs=2"), batch, trainers) == {"old_logprobs": trainers}
+    bypassed = loss_old_logprobs(load(tmp_path, f"{CORRECTION}bypass_mode=true"), batch, None)
     assert torch.equal(bypassed["old_logprobs"], batch.columns["rollout_logprobs"])
 
 

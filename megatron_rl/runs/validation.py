@@ -1,14 +1,97 @@
-"""Metrics of a validation: accuracy, and with several samples a prompt avg@k, pass@k and maj@k, by data source."""
+"""Validation: each row scored once; accuracy, and with several samples a prompt avg@k, pass@k, maj@k, by source."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
+from megatron_rl.data.sft import SftSample
 from megatron_rl.rewards.answers import extract_answer, vote
 from megatron_rl.rewards.base import RewardResult
-from megatron_rl.types import RolloutGroup
+from megatron_rl.trainers.parts import Parts
+from megatron_rl.trainers.sft import score_rows
+from megatron_rl.types import Prompt, Rollout, RolloutGroup
+
+SampleRow: TypeAlias = dict[str, object]
+"""One sample as rollouts.jsonl and an evaluation's answers.jsonl hold it."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Metrics, and what was seen, a row a sample."""
+
+    metrics: dict[str, float]
+    rows: Callable[[], list[SampleRow]]
+
+
+def validate(parts: Parts, step: int) -> Validation:
+    """Score the validation set. Metrics are empty if there is none."""
+    if parts.cfg.needs.rollouts:
+        val = parts.prompts.val
+        return Validation({}, list) if val is None else validate_prompts(parts, val.items, step)
+    val = parts.samples.val
+    return Validation({}, list) if val is None else validate_samples(parts, val.items)
+
+
+def validate_prompts(parts: Parts, prompts: Sequence[Prompt], step: int) -> Validation:
+    """Every row sampled val.n times and scored once each (contract R4)."""
+    val, sampler = parts.cfg.rollout.val, parts.sampler
+    size = parts.cfg.data.val_batch_size or len(prompts)
+    sampling = sampler.sampling(val.n, val.temperature, val.top_p, val.top_k)
+    groups: list[RolloutGroup] = []
+    for first in range(0, len(prompts), size):
+        groups += sampler.sample(prompts[first : first + size], sampling, f"val/{step}", first)
+    results = parts.rewards.score(groups)
+
+    def rows() -> list[SampleRow]:
+        rest = iter(results)
+        return [
+            {"row": group.prompt.index, **sample_row(group, rollout, next(rest))}
+            for group in groups
+            for rollout in group.rollouts
+        ]
+
+    return Validation(validation_metrics(groups, results, val.pass_score), rows)
+
+
+def validate_samples(parts: Parts, samples: Sequence[SftSample]) -> Validation:
+    """Each row once: mean token loss; share of tokens, and of whole responses, that greedy decoding would give."""
+    data = parts.cfg.data
+    size = data.val_batch_size or data.train_batch_size
+    scored = [row for at in range(0, len(samples), size) for row in score_rows(parts.models, samples[at : at + size])]
+    tokens = sum(row["num_tokens"] for row in scored)
+    metrics = {
+        "val/loss": math.fsum(row["loss"] for row in scored) / tokens,
+        "val/token_accuracy": sum(row["num_hits"] for row in scored) / tokens,
+        "val/accuracy": sum(row["num_hits"] == row["num_tokens"] for row in scored) / len(scored),
+        "val/num_samples": float(len(scored)),
+    }
+
+    def rows() -> list[SampleRow]:
+        return [
+            {"row": sample.index, "data_source": sample.data_source, **row}
+            for sample, row in zip(samples, scored, strict=True)
+        ]
+
+    return Validation(metrics, rows)
+
+
+def sample_row(group: RolloutGroup, rollout: Rollout, result: RewardResult) -> SampleRow:
+    """One sample with its score."""
+    return {
+        "prompt": group.prompt.text,
+        "response": rollout.text,
+        "ground_truth": group.prompt.ground_truth,
+        "reward": result.value,
+        "failed": result.failed,
+        "finish_reason": rollout.finish_reason,
+        "num_tokens": len(rollout.token_ids),
+        "weight_version": group.weight_version,
+        "data_source": group.prompt.data_source,
+    }
 
 
 def validation_metrics(

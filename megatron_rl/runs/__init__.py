@@ -1,0 +1,1 @@
+"""Runs: the verbs, the loops, and what a run keeps and writes."""

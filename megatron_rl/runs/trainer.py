@@ -1,0 +1,181 @@
+"""One run as an object: the flow of its algorithm over its parts, and the three verbs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.config.run import RunConfig
+from megatron_rl.data.render import Renderer
+from megatron_rl.flow.run import PartialRun
+from megatron_rl.runs.metrics import Metrics, StepSummary, readers, time_metrics, wall_seconds
+from megatron_rl.runs.state import Stateful, stateful_parts
+from megatron_rl.runs.summary import summary_lines
+from megatron_rl.runs.validation import SampleRow, Validation, validate
+from megatron_rl.trainers import TRAINERS
+from megatron_rl.trainers.parts import Parts
+from megatron_rl.trainers.placement import Workers, start_workers
+from megatron_rl.workers.records import Role
+from megatron_rl.workers.train import TrainWorker
+
+SEAM = ("groups", "greedy")
+"""What engines make: the values that stand between `take` and `learn`. Rewards lie behind it, so that scoring overlaps
+the model passes."""
+
+
+@dataclass(frozen=True)
+class StepUnderWay:
+    """What a step has made so far."""
+
+    step: int
+    version: int
+    """Of the weights that the engines had."""
+    run: PartialRun
+    busy_s: float
+    """Seconds that the slowest rank had been inside its methods when the step began."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that is over."""
+
+    metrics: Metrics
+    samples: list[SampleRow]
+    """Some of its rollouts, for a reader (trainer.num_logged_rollouts)."""
+
+
+class Trainer:
+    """Building one does nothing but check its flow: `describe`, `replace` and `insert_after` work. `start` acts.
+
+    Example: trainer = Trainer(load_config(["configs/grpo-add2-1n1g.yaml"], []))
+    print(trainer.flow.describe())
+    """
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.cfg = cfg
+        self.parts = Parts(cfg)
+        self.flow = TRAINERS[cfg.algorithm.name](self.parts)
+        self.flow.watch(readers(self.parts))
+        self._sources = tuple(self.flow.sources)
+        self._workers: Workers | None = None
+
+    def start(self) -> Trainer:
+        """Read data, start reward processes and workers, and give the engines their first weights.
+
+        Data and rewards come before any worker, so that bad input costs seconds. What was started is ended again if
+        one of them fails.
+        """
+        parts, cfg = self.parts, self.cfg
+        renderer = Renderer.from_config(cfg.model, cfg.data)
+        parts.data.read(renderer)
+        try:
+            if cfg.needs.rewards:
+                parts.rewards.start()
+                parts.rewards.preflight([prompt for one in parts.prompts.sets.values() for prompt in one.items])
+            steps = parts.data.total_steps
+            # While a critic warms up the actor rests.
+            warmup = cfg.trainer.critic_warmup if cfg.needs.critic else 0
+            workers = self._workers = start_workers(
+                cfg,
+                (steps - warmup) * cfg.updates_per_step,
+                with_engine=cfg.needs.rollouts,
+                critic_optimizer_steps=steps * cfg.critic_updates_per_step if cfg.needs.critic else None,
+            )
+            parts.models.start(workers.train)
+            if cfg.needs.rewards:
+                parts.rewards.start_models()
+            if cfg.needs.rollouts:
+                parts.sampler.start(workers.engines, renderer)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    # The three verbs of a step.
+
+    def take(self, step: int) -> StepUnderWay:
+        """The next rows of data and what the engines make of them."""
+        rows, number = self._sources[0], {"step": step} if "step" in self._sources else {}
+        begun = self.flow.begin(**{rows: self.parts.data.next()}, **number)
+        busy_s, version = self._busy_seconds(), self.parts.sampler.version
+        made = self.flow.advance(begun, until=[value for value in SEAM if self.flow.makes(value)])
+        return StepUnderWay(step, version, made, busy_s)
+
+    def learn(self, taken: StepUnderWay) -> StepUnderWay:
+        """Scores, credit, updates: everything up to the new weights."""
+        self.parts.models.guard.step = taken.step
+        before = "sync" if self.flow.makes("sync") else None
+        return replace(taken, run=self.flow.advance(taken.run, before=before))
+
+    def publish(self, learned: StepUnderWay) -> StepResult:
+        """The new weights into the engines, and what is measured of the step.
+
+        Raises RolloutError if engine and trainer have differed too much for too long.
+        """
+        end = self.flow.advance(learned.run)
+        busy_s = self._busy_seconds() - learned.busy_s
+        metrics, summary = dict[str, float](), StepSummary(0, [])
+        for result in self.flow.read(end.values):
+            if isinstance(result, StepSummary):
+                summary = result
+            elif isinstance(result, dict):
+                metrics |= result
+        if not self.cfg.needs.rollouts:
+            seconds = wall_seconds(end.timings)
+            metrics |= {"time/step": seconds, "perf/tokens_per_s": summary.num_tokens / seconds}
+            return StepResult(metrics, [])
+        metrics |= time_metrics(end.timings, summary.num_tokens, busy_s)
+        metrics |= self.parts.mismatch.look(learned.step, metrics) | self.parts.kl_control.metrics()
+        return StepResult(metrics, summary.samples)
+
+    # Around the steps.
+
+    @property
+    def total_steps(self) -> int:
+        return self.parts.data.total_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.parts.data.steps_per_epoch
+
+    def finished(self) -> bool:
+        """Whether the run may end before total_steps: the running mean of the loss is below trainer.target_loss."""
+        target, average = self.cfg.trainer.target_loss, self.parts.loss_average.value
+        return self.cfg.needs.stops_at_loss and target is not None and average is not None and average < target
+
+    def summary(self) -> list[str]:
+        """What was read, for the run's first lines."""
+        notes: dict[str, Sequence[str]] = {}
+        if self.cfg.needs.rewards:
+            sets = self.parts.prompts.sets
+            notes = {name: self.parts.rewards.notes(prompts.items) for name, prompts in sets.items()}
+        return summary_lines(self.parts.data.sets, self.cfg.data.mix_weights, notes)
+
+    def validate(self, step: int) -> Validation:
+        """Every validation row once (contract R4)."""
+        return validate(self.parts, step)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """What of the run has a state, by name."""
+        return stateful_parts(self.parts)
+
+    def save(self, path: str) -> None:
+        """The actor in Hugging Face form, and a critic beside it, in a folder `critic`."""
+        group = self.parts.models.group
+        group.rank0(TrainWorker.save, "actor", path)
+        if self.cfg.needs.critic:
+            role: Role = "actor" if self.cfg.critic.share_backbone else "critic"
+            group.rank0(TrainWorker.save, role, str(Path(path).with_name("critic")), "value_model")
+
+    def close(self) -> None:
+        """End workers and reward processes."""
+        try:
+            self.parts.rewards.close()
+        finally:
+            workers, self._workers = self._workers, None
+            if workers is not None:
+                workers.close()
+
+    def _busy_seconds(self) -> float:
+        return 0.0 if self._workers is None else self._workers.busy_seconds

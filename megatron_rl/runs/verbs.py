@@ -1,0 +1,101 @@
+"""The verbs of the command line that start workers or read data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import chain, count
+from pathlib import Path
+
+from megatron_rl.cluster.janitor import kept_clean
+from megatron_rl.cluster.preflight import preflight
+from megatron_rl.config.checks.folders import export_faults
+from megatron_rl.config.load import dump_yaml
+from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import CheckpointError
+from megatron_rl.observe.progress import Progress
+from megatron_rl.observe.step_line import step_line
+from megatron_rl.observe.versions import run_record
+from megatron_rl.runs import session
+from megatron_rl.runs.before import inspect, require_weights
+from megatron_rl.runs.trainer import Trainer
+from megatron_rl.trainers.placement import start_workers
+from megatron_rl.workers.train import TrainWorker
+
+__all__ = ["evaluate", "export", "inspect", "train"]
+
+
+def train(cfg: RunConfig) -> None:
+    """`megatron-rl train`. Checks the machine first; raises before any process starts where it cannot work."""
+    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    require_weights(cfg, needs_rewards=cfg.needs.rewards)
+    with kept_clean():
+        session.run(cfg, Trainer)
+
+
+def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
+    """`megatron-rl eval`: score the model in model.path on data.val_files, as training would; reads no training data.
+
+    Leaves config.yaml, run.json, metrics.json and answers.jsonl (a sample a line; SFT: a row a line) in `out`, a new
+    folder: <run folder>-eval where it is not given, or the first of <run folder>-eval-2, -3 ... that is not there.
+    Prints and returns the metrics. Raises CheckpointError if `out` holds files.
+    """
+    folder = _free_folder(f"{cfg.trainer.run_dir}-eval") if out is None else new_folder(out)
+    cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
+    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    require_weights(cfg, needs_rewards=cfg.needs.rewards)
+    progress = Progress()
+    with kept_clean():
+        trainer = Trainer(cfg)
+        try:
+            with progress.phase("load data, start workers"):
+                trainer.start()
+            validation = trainer.validate(0)
+        finally:
+            trainer.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_yaml(cfg), encoding="utf-8")
+    for name, content in ((session.RECORD_FILE, run_record()), ("metrics.json", validation.metrics)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with (folder / "answers.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in validation.rows())
+    metrics = validation.metrics
+    progress.say(step_line(0, None, metrics))
+    for name, value in metrics.items():
+        progress.say(f"  {name:<28}{value:.6g}")
+    progress.say(f"answers and scores: {folder} (answers.jsonl, metrics.json, config.yaml, run.json)")
+    return metrics
+
+
+def new_folder(path: str) -> Path:
+    """The folder that --out names. Raises CheckpointError if it holds files, or cannot be made: what a verb writes
+    never mixes with what was there.
+    """
+    faults = export_faults(path)
+    if faults:
+        raise CheckpointError("; ".join(f"--out {path!r}: {reason} -- {cure}" for reason, cure in faults))
+    return Path(path)
+
+
+def _free_folder(path: str) -> Path:
+    names = chain([path], (f"{path}-{number}" for number in count(2)))
+    return next(folder for folder in map(Path, names) if not folder.exists())
+
+
+def export(cfg: RunConfig, out: str) -> None:
+    """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`.
+
+    Raises CheckpointError where `out` holds other files, or cannot be made: an export never mixes with what was there.
+    """
+    folder = new_folder(out)
+    preflight(cfg, needs_rollout=False)
+    require_weights(cfg, needs_rewards=False)
+    progress = Progress()
+    with progress.phase("start workers"):
+        workers = start_workers(cfg, optimizer_steps=1, with_engine=False)
+    try:
+        with progress.phase(f"write {out}"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            workers.train.rank0(TrainWorker.save, "actor", out)
+    finally:
+        workers.close()
