@@ -76,9 +76,11 @@ def rounds_of_rank(
 
 
 def _wave(moves: Sequence[Move], rank: int, wave: int, element_size: int, room: int) -> list[Round]:
-    # used[rank][round]: bytes; start[rank]: its first round that is not full
+    # used[rank][round]: bytes; start[rank]: its first round that is not full; reached[pair]: the round that the last
+    # move between two ranks got to. Looking at the rounds before it again would make this moves x rounds.
     used: defaultdict[int, list[int]] = defaultdict(list)
     start: defaultdict[int, int] = defaultdict(int)
+    reached: defaultdict[tuple[int, int], int] = defaultdict(int)
     mine: dict[int, dict[tuple[int, int], list[Piece]]] = {}
     for move in moves:
         size = row_size(move) * element_size
@@ -87,7 +89,8 @@ def _wave(moves: Sequence[Move], rank: int, wave: int, element_size: int, room: 
                 f"rollout.sync_bucket_mb: half of it ({room} bytes) does not hold one row of {move.hf_name} ({size} "
                 "bytes); raise it"
             )
-        at, (row, end) = 0, move.rows
+        pair = move.source, move.target
+        at, (row, end) = reached[pair], move.rows
         while row < end:
             for side in (move.source, move.target):
                 while start[side] < len(used[side]) and room - used[side][start[side]] < size:
@@ -101,9 +104,10 @@ def _wave(moves: Sequence[Move], rank: int, wave: int, element_size: int, room: 
                 piece = Piece(move, (row, row + count), count * size)
                 used[move.source][at] += piece.num_bytes
                 used[move.target][at] += piece.num_bytes
-                if rank in (move.source, move.target):
-                    mine.setdefault(at, {}).setdefault((move.source, move.target), []).append(piece)
+                if rank in pair:
+                    mine.setdefault(at, {}).setdefault(pair, []).append(piece)
                 row += count
+                reached[pair] = at
             at += 1
     return [_round(wave, rank, mine[at]) for at in sorted(mine)]
 
