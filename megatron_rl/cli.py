@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.cluster import stop
 from megatron_rl.config.checks.table import Verb
@@ -39,7 +38,6 @@ VERBS: dict[str, str] = {
     "export": "write the model's weights in Hugging Face form",
     "keys": "list the keys of a run with type, choices, default and meaning: all, a section's, or those with a word",
     "plan": "estimate the bytes, seconds and memory of a weight sync between two layouts; needs no GPU",
-    "report": "comes in a later version",
 }
 REFUSED = 2
 """Exit code when the config, the data or the machine cannot do what was asked; the reason is on stderr."""
@@ -103,14 +101,8 @@ def _run(verb: str, arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments[1:])
     if verb == "keys":
         return _keys(options)
-    if verb == "report":
-        print(
-            f"megatron-rl {verb}: comes in a later version; use `megatron-rl check` for the layout",
-            file=sys.stderr,
-        )
-        return REFUSED
     files, overrides = split_arguments([*options.config, *options.arguments])
-    if not files and not overrides and not getattr(options, "model", None):
+    if not files and not overrides and not options.model:
         print(
             f"megatron-rl {verb}: give a config: megatron-rl {verb} CONFIG.yaml [key=value ...]",
             file=sys.stderr,
@@ -121,7 +113,7 @@ def _run(verb: str, arguments: list[str]) -> int:
             return _plan(files, overrides, options)
         return _COMMANDS[verb](resolve(files, overrides, _PURPOSES.get(verb, "train")), options)
     except MegatronRLError as error:
-        _print_refusal(verb, error, files, as_json=getattr(options, "json", False))
+        _print_refusal(verb, error, files, as_json=options.json)
         return REFUSED
 
 
@@ -198,6 +190,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("words", nargs="*", metavar="SECTION | WORD", help="only these; all keys when left out")
         parser.add_argument("--write", metavar="FILE.md", help="write the list of all keys as a page, docs/config.md")
         return parser
+    parser.set_defaults(model=None, json=False)
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG.yaml | key=value", help="config files, then single settings"
     )
@@ -278,7 +271,9 @@ def _look_at_data(cfg: RunConfig, color: bool | None) -> tuple[list[str], list[s
     return findings.lines, findings.faults
 
 
-def _as_json(resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_json(
+    resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, object]]
+) -> dict[str, object]:
     keys = [
         {"key": key.name, "value": value, "default": key.default, "doc": key.doc}
         for key, value in settings_of(resolved.config)

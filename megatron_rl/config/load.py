@@ -6,7 +6,7 @@ Files are merged from left to right (mappings merge, lists and values replace), 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -177,28 +177,25 @@ def _build(known: dict[str, Entry], schema: Schema, unreadable: set[str]) -> tup
             return _adapter().validate_python(tree), faults
         except ValidationError as error:
             for one in error.errors(include_url=False):
-                name, fault = refused_value(schema, cast("dict[str, Any]", one))
+                name, fault = refused_value(schema, cast("dict[str, object]", one))
                 if name not in unreadable:
                     faults.append(fault)
                 unreadable.add(name)
                 _replace(tree, name, schema)
 
 
-def _replace(tree: dict[str, Any], name: str, schema: Schema) -> None:
+def _replace(tree: dict[str, object], name: str, schema: Schema) -> None:
     """Put the default of a key in its place; for a required key, something of its type."""
     *sections, leaf = name.split(".")
-    node = tree
-    for part in sections:
-        node = node[part]
-    key = schema.keys[name]
+    node, key = _node(tree, sections), schema.keys[name]
     node.pop(leaf, None)
     if key.required:
         node[leaf] = [] if key.takes_list else ""
 
 
-def _nested(entries: Any, schema: Schema) -> dict[str, Any]:
+def _nested(entries: Iterable[Entry], schema: Schema) -> dict[str, object]:
     """Entries as a tree with every section present, so that each error of pydantic names a key."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, object] = {}
     for name in sorted(schema.sections):
         _node(tree, name.split("."))
     for entry in entries:
@@ -209,17 +206,19 @@ def _nested(entries: Any, schema: Schema) -> dict[str, Any]:
     return tree
 
 
-def _node(tree: dict[str, Any], parts: list[str]) -> dict[str, Any]:
-    node: Any = tree
+def _node(tree: dict[str, object], parts: list[str]) -> dict[str, object]:
+    """The mapping at `parts`; mappings that are missing are made."""
+    node = tree
     for part in parts:
+        inner = node.get(part)
         # A mapping laid over a single value replaces it.
-        if type(node.get(part)) is not dict:
-            node[part] = {}
-        node = node[part]
+        if type(inner) is not dict:
+            node[part] = inner = {}
+        node = cast("dict[str, object]", inner)
     return node
 
 
-def to_dict(cfg: RunConfig) -> dict[str, Any]:
+def to_dict(cfg: RunConfig) -> dict[str, object]:
     """The run as nested dicts, lists and scalars: what a YAML file would hold."""
     tree = dataclasses.asdict(cast(Any, cfg))
     for name, keys in run_schema().choices.items():
@@ -228,11 +227,11 @@ def to_dict(cfg: RunConfig) -> dict[str, Any]:
             record = getattr(record, part)
         *above, leaf = name.split(".")
         node = _node(tree, above)
-        node[leaf] = {"type": keys.choice.type_of(record), **node[leaf]}
+        node[leaf] = {"type": keys.choice.type_of(record), **cast("dict[str, object]", node[leaf])}
     return tree
 
 
-def settings_of(cfg: RunConfig) -> Iterator[tuple[Key, Any]]:
+def settings_of(cfg: RunConfig) -> Iterator[tuple[Key, object]]:
     """(key, value) of everything that the run is told; of a loss or an estimator only what the chosen one has."""
     schema, tree = run_schema(), to_dict(cfg)
     for key in schema.keys.values():
@@ -240,7 +239,7 @@ def settings_of(cfg: RunConfig) -> Iterator[tuple[Key, Any]]:
         if choice is None or key.name == choice.type_key:
             yield key, value_of(tree, key.name)
             continue
-        chosen = choice.settings[value_of(tree, choice.type_key)]
+        chosen = choice.settings[str(value_of(tree, choice.type_key))]
         if key.leaf in chosen:
             yield chosen[key.leaf], value_of(tree, key.name)
 
@@ -249,7 +248,7 @@ def dump_yaml(cfg: RunConfig, *, only_changed: bool = False) -> str:
     """The run as YAML that load_config reads back. only_changed: leave out what equals its default."""
     tree = to_dict(cfg)
     if only_changed:
-        changed: dict[str, Any] = {}
+        changed: dict[str, object] = {}
         for key, value in settings_of(cfg):
             *above, leaf = key.name.split(".")
             if key.required or value != key.default:
@@ -270,7 +269,7 @@ _Dumper.add_representer(list, _flat_list)
 resolve_numbers(_Dumper)
 
 
-def value_of(tree: dict[str, Any], name: str) -> Any:
+def value_of(tree: dict[str, object], name: str) -> Any:
     """The value of a dotted key in what to_dict returned."""
     node: Any = tree
     for part in name.split("."):

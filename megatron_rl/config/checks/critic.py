@@ -52,16 +52,19 @@ def critic_layout(cfg: RunConfig) -> list[Fault]:
     """The critic is split over the ranks as the actor is."""
     if not cfg.critic.enable:
         return []
+    critic, actor = cfg.critic, cfg.actor
+    sizes: dict[str, tuple[int | None, int]] = {
+        "tp": (critic.tp, actor.tp),
+        "pp": (critic.pp, actor.pp),
+        "cp": (critic.cp, actor.cp),
+        "sequence_parallel": (critic.sequence_parallel, actor.sequence_parallel),
+    }
     faults: list[Fault] = []
-    for key in ("tp", "pp", "cp", "sequence_parallel"):
-        own, actors = getattr(cfg.critic, key), getattr(cfg.actor, key)
+    for key, (own, actors) in sizes.items():
         if own is not None and own != actors:
             reason = f"the critic lives in the actor's process groups, and actor.{key} is {actors}"
             faults.append(Fault(f"critic.{key}", own, reason, "leave it out, or give both the same value"))
     return faults
-
-
-_OWN_UPDATE = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu", "ppo_epochs", "recompute")
 
 
 def shared_backbone(cfg: RunConfig) -> list[Fault]:
@@ -73,8 +76,14 @@ def shared_backbone(cfg: RunConfig) -> list[Fault]:
     if critic.path is not None:
         reason = "share_backbone has one transformer, and that starts from model.path"
         faults.append(Fault("critic.path", critic.path, reason, "leave it out, or set critic.share_backbone=false"))
-    for key in _OWN_UPDATE:
-        value = getattr(critic, key)
+    of_an_update = {
+        "ppo_mini_batch_size": critic.ppo_mini_batch_size,
+        "ppo_micro_batch_size_per_gpu": critic.ppo_micro_batch_size_per_gpu,
+        "max_tokens_per_gpu": critic.max_tokens_per_gpu,
+        "ppo_epochs": critic.ppo_epochs,
+        "recompute": critic.recompute,
+    }
+    for key, value in of_an_update.items():
         if value is not None:
             reason = f"share_backbone makes one update for both, by actor.{key}"
             faults.append(Fault(f"critic.{key}", value, reason, "leave it out, or set critic.share_backbone=false"))

@@ -98,11 +98,11 @@ def overlapped_chunks(cfg: RunConfig) -> list[Fault]:
     if actor.vpp == 1:
         return []
     reason = f"does not go with the interleaved schedule of actor.vpp={actor.vpp}: its chunks would wait for each other"
-    return [
-        Fault(f"actor.{key}", True, reason, f"set actor.{key}=false, or actor.vpp=1")
-        for key in ("overlap_grad_reduce", "overlap_param_gather")
-        if getattr(actor, key)
-    ]
+    given = {
+        "actor.overlap_grad_reduce": actor.overlap_grad_reduce,
+        "actor.overlap_param_gather": actor.overlap_param_gather,
+    }
+    return [Fault(key, True, reason, f"set {key}=false, or actor.vpp=1") for key, on in given.items() if on]
 
 
 def inline_backend(cfg: RunConfig) -> list[Fault]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from megatron_rl.config.checks.vocabulary import vocabulary_faults
 from megatron_rl.config.run import RunConfig
@@ -57,13 +57,13 @@ def weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
             cure = "convert them: load with transformers and save_pretrained, which writes safetensors" + otherwise
         return [Fault(key, folder, reason, cure)]
     try:
-        content: Any = json.loads(index.read_text(encoding="utf-8"))
+        content: object = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
         return [Fault(key, str(index), f"is not valid JSON: {error}", "download it again")]
-    table: object = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
+    table: object = cast("dict[str, object]", content).get("weight_map") if isinstance(content, dict) else None
     if not isinstance(table, dict):
         return [Fault(key, str(index), "has no weight_map", "download it again")]
-    shards = sorted({str(name) for name in cast("dict[str, Any]", table).values()})
+    shards = sorted({str(name) for name in cast("dict[str, object]", table).values()})
     missing = [name for name in shards if not (Path(folder) / name).is_file()]
     if not missing:
         return []

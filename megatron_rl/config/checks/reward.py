@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import Any, cast
+from typing import cast
 
 from megatron_rl.config.checks.model import Models
 from megatron_rl.config.checks.reward_files import reward_file
@@ -100,15 +100,15 @@ def _parts(cfg: RewardConfig) -> tuple[dict[str, Reward], list[Fault]]:
         elif not isinstance(entry, dict):
             faults.append(Fault(key, entry, "is not a mapping", cure))
         else:
-            values = cast("dict[str, Any]", entry)
-            kwargs: Any = values.get("kwargs", {})
+            values = cast("dict[str, object]", entry)
+            kwargs: object = values.get("kwargs", {})
             unknown = sorted(set(values) - {"function", "kwargs"})
             if unknown:
                 faults.append(Fault(f"{key}.{unknown[0]}", values[unknown[0]], "there is no such key", cure))
             elif not isinstance(values.get("function"), str) or not isinstance(kwargs, dict):
                 faults.append(Fault(key, values, "has no function, or kwargs that are no mapping", cure))
             else:
-                parts[name] = Reward(str(values["function"]), {**cast("dict[str, Any]", kwargs)})
+                parts[name] = Reward(str(values["function"]), {**cast("dict[str, object]", kwargs)})
     return parts, faults
 
 
@@ -253,9 +253,10 @@ def _model_faults(model: RewardModelConfig, used: bool) -> list[Fault]:
         return [Fault("reward.model.path", str(file), f"is not valid JSON: {error}", "write the file again")]
     if not isinstance(content, dict):
         return [Fault("reward.model.path", str(file), "is no JSON object", "write the file again")]
-    config = cast("dict[str, Any]", content)
+    config = cast("dict[str, object]", content)
     # transformers' own default is two labels.
-    labels = int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
+    named = config.get("id2label")
+    labels = config.get("num_labels") or (len(cast("dict[str, object]", named)) if isinstance(named, dict) else 0) or 2
     names = [str(name) for name in cast("list[object]", config.get("architectures") or [])]
     if labels != 1:
         reason = f"its classifier has {labels} labels, and a reward is one number"

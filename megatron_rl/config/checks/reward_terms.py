@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 LARGEST_SCORE = 1e12
 """Largest magnitude of a score, of each number beside it and of each number in a composition. Gradients are squared and
@@ -56,7 +55,7 @@ class Reward(Term):
     """One reward by its spec. kwargs: passed with every call; not part of a composition's text."""
 
     spec: str
-    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    kwargs: dict[str, object] = field(default_factory=dict[str, object])
 
     @property
     def label(self) -> str:

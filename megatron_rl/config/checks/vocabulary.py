@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from megatron_rl.errors import Fault
 
@@ -19,22 +19,24 @@ class Vocabulary:
     added: Mapping[str, int]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, object]:
     """The mapping in the file; empty where there is none: what loads the file says what is wrong with it."""
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    return cast("dict[str, object]", content) if isinstance(content, dict) else {}
 
 
 def _ids(table: object) -> dict[str, int]:
     if isinstance(table, dict):
-        found = cast("dict[Any, Any]", table)
+        found = cast("dict[object, object]", table)
         return {str(token): number for token, number in found.items() if isinstance(number, int)}
     if isinstance(table, list):
         # Unigram: [text, score] in the order of the ids.
-        pieces = [cast("list[Any]", piece) for piece in cast("list[Any]", table) if isinstance(piece, list) and piece]
+        pieces = [
+            cast("list[object]", piece) for piece in cast("list[object]", table) if isinstance(piece, list) and piece
+        ]
         return {str(piece[0]): number for number, piece in enumerate(pieces)}
     return {}
 
@@ -44,19 +46,19 @@ def read_vocabulary(folder: str) -> Vocabulary:
     path = Path(folder)
     fast, settings = _json(path / "tokenizer.json"), _json(path / "tokenizer_config.json")
     model = fast.get("model")
-    ordinary = _ids(cast("dict[str, Any]", model).get("vocab")) if isinstance(model, dict) else {}
+    ordinary = _ids(cast("dict[str, object]", model).get("vocab")) if isinstance(model, dict) else {}
     if not fast:
         ordinary = _ids(_json(path / "vocab.json"))
     added = _ids(_json(path / "added_tokens.json"))
     listed: object = fast.get("added_tokens")
-    for token in cast("list[Any]", listed) if isinstance(listed, list) else []:
+    for token in cast("list[object]", listed) if isinstance(listed, list) else []:
         if isinstance(token, dict):
-            entry = cast("dict[str, Any]", token)
+            entry = cast("dict[str, object]", token)
             added |= _ids({entry.get("content"): entry.get("id")})
     decoder: object = settings.get("added_tokens_decoder")
-    for number, token in cast("dict[str, Any]", decoder).items() if isinstance(decoder, dict) else ():
+    for number, token in cast("dict[str, object]", decoder).items() if isinstance(decoder, dict) else ():
         if isinstance(token, dict) and str(number).isdigit():
-            added |= {str(cast("dict[str, Any]", token).get("content")): int(number)}
+            added |= {str(cast("dict[str, object]", token).get("content")): int(number)}
     ordinary = {token: number for token, number in ordinary.items() if token not in added}
     return Vocabulary(ordinary, added)
 
@@ -65,7 +67,7 @@ def _end_ids(tokenizer: str, model: str, vocabulary: Vocabulary) -> Iterator[tup
     """(where it is named, id) of every token that ends a text."""
     settings = Path(tokenizer) / "tokenizer_config.json"
     token: object = _json(settings).get("eos_token")
-    token = cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+    token = cast("dict[str, object]", token).get("content") if isinstance(token, dict) else token
     number = {**vocabulary.ordinary, **vocabulary.added}.get(str(token))
     if number is not None:
         yield f"{settings}: eos_token", number

@@ -111,7 +111,7 @@ def _text_in(value: object) -> str:
 
 def refused_value(schema: Schema, error: Mapping[str, Any]) -> tuple[str, Fault]:
     """(key, Fault) of one of pydantic's errors on a RunConfig."""
-    parts: tuple[Any, ...] = error["loc"]
+    parts: tuple[object, ...] = error["loc"]
     name, shown = "", ""
     chosen: dict[str, Key] = {}
     for part in parts:
@@ -142,7 +142,7 @@ def refused_choice(key: Key, shown: str, value: object) -> Fault:
     return Fault(shown, value, "is none of the choices", f"{hint}choices: {', '.join(choices)}")
 
 
-def _choices(annotation: Any) -> list[Any]:
+def _choices(annotation: object) -> list[Any]:
     if isinstance(annotation, OneOf):
         return list(annotation.names)
     if get_origin(annotation) is Literal:
@@ -150,12 +150,12 @@ def _choices(annotation: Any) -> list[Any]:
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]
 
 
-def _type_fault(key: Key, shown: str, value: Any, kind: str, message: str = "") -> Fault:
+def _type_fault(key: Key, shown: str, value: object, kind: str, message: str = "") -> Fault:
     if value is None:
         cure = f"give one: {_about(key)}" if key.required else f"give one, or leave the key out{_default(key)}"
         return Fault(shown, None, "needs a value", cure)
     reason, cure = _TYPES.get(kind, (message, "see what the key means"))
-    inner = next(iter(cast("dict[str, Any]", value)), None) if isinstance(value, dict) else None
+    inner = next(iter(cast("dict[str, object]", value)), None) if isinstance(value, dict) else None
     if key.flat and shown != key.name and inner is not None:
         name = f"{shown.removeprefix(key.name).strip('[]')}.{inner}"
         return Fault(

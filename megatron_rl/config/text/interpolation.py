@@ -9,11 +9,14 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import TypeAlias, cast
 
 from megatron_rl.config.text.reader import Entry, parse_value
 from megatron_rl.config.text.schema import join_key, split_key
 from megatron_rl.errors import Fault
+
+Tree: TypeAlias = "dict[str, Tree]"
+"""Names in names, down to keys, which are empty."""
 
 _MOST = 50_000
 """Most characters and values that all interpolations of a config may come to."""
@@ -69,12 +72,12 @@ def _holds(value: object) -> bool:
     return isinstance(value, list) and any(_holds(one) for one in cast("list[object]", value))
 
 
-def _flat(entry: Entry, value: Any) -> list[Entry]:
+def _flat(entry: Entry, value: object) -> list[Entry]:
     """A reference to a section becomes the leaves of the section."""
     if not isinstance(value, dict) or not value:
         return [replace(entry, value=value)]
     leaves: list[Entry] = []
-    for name, inner in cast("dict[str, Any]", value).items():
+    for name, inner in cast("dict[str, object]", value).items():
         leaves += _flat(replace(entry, key=f"{entry.key}.{join_key([name])}"), inner)
     return leaves
 
@@ -83,20 +86,20 @@ class _Resolver:
     """Values of keys, each resolved once. _left: characters and values that may still be made."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        self._raw: dict[str, Any] = {}
-        self._tree: dict[str, Any] = {}
+        self._raw: dict[str, object] = {}
+        self._tree: Tree = {}
         for entry in entries:
             self._raw[entry.key] = entry.value
         for key in self._raw:
             node = self._tree
             for name in split_key(key):
                 node = node.setdefault(name, {})
-        self._known: dict[str, Any] = {}
+        self._known: dict[str, object] = {}
         self._failed: dict[str, _Unresolved] = {}
         self._open: list[str] = []
         self._left = _MOST
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str) -> object:
         """What a key holds, without interpolations. Raises _Unresolved."""
         if key in self._known:
             return self._known[key]
@@ -116,20 +119,20 @@ class _Resolver:
             self._open.pop()
         return self._known[key]
 
-    def _inside(self, value: Any, key: str) -> Any:
+    def _inside(self, value: object, key: str) -> object:
         if isinstance(value, str):
             return self._text(value, key, 0)
         if isinstance(value, list):
-            return [self._inside(one, key) for one in cast("list[Any]", value)]
+            return [self._inside(one, key) for one in cast("list[object]", value)]
         if isinstance(value, dict):
-            return {name: self._inside(one, key) for name, one in cast("dict[str, Any]", value).items()}
+            return {name: self._inside(one, key) for name, one in cast("dict[str, object]", value).items()}
         return value
 
-    def _text(self, text: str, key: str, depth: int) -> Any:
+    def _text(self, text: str, key: str, depth: int) -> object:
         """A text with interpolations: the value itself where it is one and nothing else, a text otherwise."""
         if depth > _DEEPEST:
             raise _Unresolved(f"interpolations stand more than {_DEEPEST} deep within one another")
-        pieces: list[Any] = []
+        pieces: list[object] = []
         place = 0
         while (start := text.find("${", place)) >= 0:
             end = _closing(text, start + 2)
@@ -146,7 +149,7 @@ class _Resolver:
                 raise _Unresolved("a list or a section cannot be a part of a text")
         return "".join("null" if piece is None else str(piece) for piece in pieces)
 
-    def _one(self, inner: str, key: str, depth: int) -> Any:
+    def _one(self, inner: str, key: str, depth: int) -> object:
         resolver = _RESOLVER.match(inner)
         if resolver is None:
             name = str(self._text(inner, key, depth)).strip()
@@ -167,7 +170,7 @@ class _Resolver:
             return _parsed(arguments[0]) if isinstance(arguments[0], str) else arguments[0]
         raise _Unresolved(f"${{{inner}}} has {len(arguments)} arguments, and {name} takes another number")
 
-    def _environment(self, arguments: list[Any]) -> Any:
+    def _environment(self, arguments: list[object]) -> object:
         held = os.environ.get(str(arguments[0]))
         if held is not None:
             return held
@@ -175,12 +178,12 @@ class _Resolver:
             return None if arguments[1] is None else str(arguments[1])
         raise _Unresolved(f"the environment variable {arguments[0]} is not set")
 
-    def _argument(self, text: str, key: str, depth: int) -> Any:
+    def _argument(self, text: str, key: str, depth: int) -> object:
         text = text.strip()
         value = self._text(text, key, depth)
         return _parsed(value) if isinstance(value, str) and "${" not in text else value
 
-    def _select(self, name: str, key: str) -> Any:
+    def _select(self, name: str, key: str) -> object:
         """The value of another key, or the mapping of a section; a leading dot counts from the key's own section."""
         try:
             parts = _absolute(name, key)
@@ -189,42 +192,42 @@ class _Resolver:
         full = join_key(parts)
         if full in self._raw:
             return self.value(full)
-        node: Any = self._tree
+        node = self._tree
         for place, part in enumerate(parts):
-            if not isinstance(node, dict) or part not in node:
+            if part not in node:
                 return _MISSING
             above = join_key(parts[: place + 1])
             # A key that is an interpolation may stand for a section, in which the rest of the name lies.
-            node = self.value(above) if above in self._raw else cast("dict[str, Any]", node)[part]
             if above in self._raw:
-                return _within(node, parts[place + 1 :])
-        return self._section(full, cast("dict[str, Any]", node))
+                return _within(self.value(above), parts[place + 1 :])
+            node = node[part]
+        return self._section(full, node)
 
-    def _section(self, prefix: str, node: dict[str, Any]) -> Any:
-        found: dict[str, Any] = {}
+    def _section(self, prefix: str, node: Tree) -> dict[str, object]:
+        found: dict[str, object] = {}
         for name, inner in node.items():
             key = f"{prefix}.{join_key([name])}"
             found[name] = self.value(key) if key in self._raw else self._section(key, inner)
         return found
 
-    def _copied(self, value: Any) -> Any:
+    def _copied(self, value: object) -> object:
         """`value` as a copy that is counted: references to references can grow without end."""
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0:
             raise _TooMuch(f"the interpolations of this config come to more than {_MOST} characters and values")
         if isinstance(value, list):
-            return [self._copied(one) for one in cast("list[Any]", value)]
+            return [self._copied(one) for one in cast("list[object]", value)]
         if isinstance(value, dict):
-            return {name: self._copied(one) for name, one in cast("dict[str, Any]", value).items()}
+            return {name: self._copied(one) for name, one in cast("dict[str, object]", value).items()}
         return value
 
 
-def _within(value: Any, parts: list[str]) -> Any:
+def _within(value: object, parts: list[str]) -> object:
     for part in parts:
-        if isinstance(value, list) and part.isdecimal() and int(part) < len(cast("list[Any]", value)):
-            value = cast("list[Any]", value)[int(part)]
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(cast("list[object]", value)):
+            value = cast("list[object]", value)[int(part)]
         elif isinstance(value, dict) and part in value:
-            value = cast("dict[str, Any]", value)[part]
+            value = cast("dict[str, object]", value)[part]
         else:
             return _MISSING
     return value
@@ -271,7 +274,7 @@ def _split(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     value, problem = parse_value(text)
     if problem:
         raise _Unresolved(f"{_short(text)!r} is not YAML: {problem}")

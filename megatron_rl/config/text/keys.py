@@ -11,7 +11,14 @@ from typing import Any, Literal, cast, get_args, get_origin
 from megatron_rl.config.sections.base import OneOf
 from megatron_rl.config.text.schema import Key, Schema
 
-_NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", Any: "any value"}
+_NAMES: dict[object, str] = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    dict: "mapping",
+    Any: "any value",
+}
 _BOUNDS = (("gt", "above {:g}"), ("ge", "at least {:g}"), ("lt", "below {:g}"), ("le", "at most {:g}"))
 _HEAD = """# Every key of a run
 
@@ -42,7 +49,7 @@ def near_words(schema: Schema, words: Sequence[str]) -> list[str]:
     return [name for word in words for name in difflib.get_close_matches(word, sorted(set(known)), n=3, cutoff=0.7)]
 
 
-def kind_text(annotation: Any) -> str:
+def kind_text(annotation: object) -> str:
     """What a value is: "whole number, above 0", "tokenizer | plain", "list of text", "text; or nothing (null)"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is typing.Annotated:
@@ -60,11 +67,11 @@ def kind_text(annotation: Any) -> str:
     return _NAMES[annotation]
 
 
-def _choices_of(metadata: Sequence[Any]) -> str:
+def _choices_of(metadata: Sequence[object]) -> str:
     return next((" | ".join(one.names) for one in metadata if isinstance(one, OneOf)), "")
 
 
-def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+def _bounds(metadata: Sequence[object]) -> Iterator[str]:
     # pydantic.Field keeps its bounds in a list of its own; annotated_types stand by themselves.
     bounds = [one for outer in metadata for one in getattr(outer, "metadata", None) or [outer]]
     for name, text in _BOUNDS:

@@ -38,7 +38,7 @@ class Entry:
     """
 
     key: str
-    value: Any
+    value: object
     where: str
     """Completes "set ...": "in run.yaml:12", "on the command line"."""
     source: int
@@ -50,7 +50,7 @@ class NoEffect:
     """A setting that changes nothing in this run, and why."""
 
     key: str
-    value: Any
+    value: object
     why: str
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class _Walk:
             if isinstance(value, yaml.MappingNode) and value.value:
                 self.mapping(value, key + ".")
             else:
-                built: Any = self.loader.construct_object(value, deep=True)
+                built: object = self.loader.construct_object(value, deep=True)
                 where = _ON_COMMAND_LINE if self.path is None else f"in {self.path}:{line}"
                 self.entries.append(Entry(key, built, where, self.source))
 
@@ -260,7 +260,7 @@ def _read_override(text: str, source: int, names: Names) -> tuple[list[Entry], l
         too_much = None if node is None else yaml_limits.expansion(node)
         if too_much:
             return [], [Fault(key, "*", *too_much[1:])]
-        built: Any = None if node is None else loader.construct_object(node, deep=True)
+        built: object = None if node is None else loader.construct_object(node, deep=True)
         return [Entry(key, built, _ON_COMMAND_LINE, source)], []
     except yaml.YAMLError as error:
         problem_text = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
@@ -270,7 +270,7 @@ def _read_override(text: str, source: int, names: Names) -> tuple[list[Entry], l
         loader.dispose()
 
 
-def parse_value(text: str) -> tuple[Any, str]:
+def parse_value(text: str) -> tuple[object, str]:
     """(value, "") of a YAML text, or (None, what is wrong with it)."""
     loader: Any = _Loader(text)
     try:

@@ -104,7 +104,7 @@ class Key:
 
     name: str
     annotation: Any
-    default: Any
+    default: object
     required: bool
     doc: str
 
@@ -223,7 +223,7 @@ class Schema:
         return ranked[:1] if ranked and likeness[ranked[0]] > 0.9 else ranked[:3]
 
 
-def _parts(annotation: Any) -> set[Any]:
+def _parts(annotation: object) -> set[Any]:
     """The plain types in an annotation: {int, NoneType} of Annotated[int, ...] | None."""
     origin = get_origin(annotation)
     if origin is typing.Annotated:

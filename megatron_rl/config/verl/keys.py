@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 ACTOR = "actor_rollout_ref.actor."
@@ -128,7 +129,7 @@ REJECT = {
     "token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric",
 }  # fmt: skip
 
-CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
+CHOICES: dict[str, tuple[str, Mapping[Any, object]]] = {
     ACTOR + "kl_loss_type": ("actor.kl_loss_type", KL_LOSS),
     "algorithm.kl_penalty": ("algorithm.kl_penalty", KL),
     ACTOR + "policy_loss.loss_mode": (
@@ -138,7 +139,7 @@ CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
 }
 """verl's key -> the key, and verl's value -> the value. Other values are refused."""
 
-SPECIAL: dict[str, tuple[str, dict[Any, Any]]] = {
+SPECIAL: dict[str, tuple[str, Mapping[Any, object]]] = {
     "algorithm.adv_estimator": (
         "algorithm.adv_estimator",
         {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
@@ -175,7 +176,7 @@ FREE: dict[str, str] = {
 }
 """Mappings whose own keys are the user's."""
 
-DEFAULTS: dict[str, tuple[str, Any]] = {
+DEFAULTS: dict[str, tuple[str, object]] = {
     "data.train_batch_size": ("data.train_batch_size", 1024),
     ACTOR + "ppo_mini_batch_size": ("actor.ppo_mini_batch_size", 256),
     ROLLOUT + "n": ("rollout.n", 1),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_rl.config.verl.keys import ACTOR, CHOICES, CRITIC, MODEL, REF, RENAMED, ROLLOUT, SPECIAL
 
@@ -29,12 +28,12 @@ _SAVES = "saves hold weights, tokenizer and config in Hugging Face form, whateve
 class Verdict:
     """values: those that change nothing; None is all. lacks: what other values ask for. cure: what to do about them."""
 
-    values: tuple[Any, ...] | None
+    values: tuple[object, ...] | None
     why: str = ""
     lacks: str = ""
     cure: str = ""
 
-    def accepts(self, value: Any) -> bool:
+    def accepts(self, value: object) -> bool:
         """`value` changes nothing here."""
         if self.values is None:
             return True
@@ -43,7 +42,7 @@ class Verdict:
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
 
 
-def _unset(value: Any) -> bool:
+def _unset(value: object) -> bool:
     return value in (None, False, "", 0) or value == [] or value == {}
 
 
@@ -52,7 +51,7 @@ def every(why: str) -> Verdict:
     return Verdict(None, why)
 
 
-def only(*values: Any, why: str = _OFF, lacks: str = "", cure: str = "") -> Verdict:
+def only(*values: object, why: str = _OFF, lacks: str = "", cure: str = "") -> Verdict:
     """These values change nothing; others ask for what `lacks` names."""
     return Verdict(values, why, lacks, cure)
 
@@ -462,7 +461,7 @@ class Group:
 
     why: str
     switches: tuple[str, ...] = ()
-    off: tuple[Any, ...] = (None, False, 0, "", "disabled", "none")
+    off: tuple[object, ...] = (None, False, 0, "", "disabled", "none")
     lacks: str = ""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import PurePath
-from typing import Any, cast
+from typing import cast
 
 from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.verl import keys
@@ -119,7 +119,7 @@ def hydra_defaults(work: Work) -> None:
     if key not in work.latest:
         return
     value = work.value(key)
-    items = cast("list[Any]", value) if isinstance(value, list) else [value]
+    items = cast("list[object]", value) if isinstance(value, list) else [value]
     others = [str(item) for item in items if not _is_verls(item)]
     if others:
         reason = f"Hydra's list of defaults names {', '.join(others)}, which is not read"
@@ -128,16 +128,16 @@ def hydra_defaults(work: Work) -> None:
         work.accept(key, "verl's own files: where they differ from this package, verl's values hold")
 
 
-def names_a_trainer(value: Any) -> bool:
+def names_a_trainer(value: object) -> bool:
     """A list of defaults that begins from one of verl's own configs."""
-    return any(name in _TRAINERS[:2] for name in cast("list[Any]", value)) if isinstance(value, list) else False
+    return any(name in _TRAINERS[:2] for name in cast("list[object]", value)) if isinstance(value, list) else False
 
 
-def _is_verls(item: Any) -> bool:
+def _is_verls(item: object) -> bool:
     if isinstance(item, str):
         return item.lstrip("/").split("@")[0] in (*_TRAINERS, *_COMPONENTS)
     if isinstance(item, dict):
-        groups = [str(group).split("@")[0] for group in cast("dict[Any, Any]", item)]
+        groups = [str(group).split("@")[0] for group in cast("dict[object, object]", item)]
         bare = [group.removeprefix("optional ").removeprefix("override ").strip("./") for group in groups]
         return all(group.split("/")[0] in _COMPONENTS for group in bare)
     return item is None
@@ -227,7 +227,7 @@ def logger(work: Work) -> None:
     if not isinstance(sinks, list):
         work.place(entry, key, sinks)
         return
-    names = cast("list[Any]", sinks)
+    names = cast("list[object]", sinks)
     elsewhere = [name for name in names if name in _OTHER_SINKS]
     if elsewhere:
         reason = f"asks for {', '.join(elsewhere)}, which is not offered"

@@ -7,7 +7,7 @@ in SFT is mapped here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.verl import rules, training
@@ -63,8 +63,9 @@ def renamed(latest: dict[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]
 
 def _engine(latest: dict[str, Entry]) -> str:
     for key in ("engine", "engine.strategy"):
-        if key in latest and isinstance(latest[key].value, str):
-            return latest[key].value
+        value = latest[key].value if key in latest else None
+        if isinstance(value, str):
+            return value
     return "megatron" if any(f"engine.{name}" in latest for name in _OF_MEGATRON) else "fsdp"
 
 
@@ -160,7 +161,7 @@ def _columns(work: Work) -> None:
 
 def _column(work: Work, key: str, inner: str, turns: bool) -> None:
     within = work.value(inner)
-    names = cast("list[Any]", within) if isinstance(within, list) else [] if within is None else [within]
+    names = cast("list[object]", within) if isinstance(within, list) else [] if within is None else [within]
     if turns:
         for one in (key, inner):
             if one in work.latest:
@@ -202,7 +203,7 @@ def _save(work: Work) -> None:
 def _defaults(work: Work) -> None:
     """Defaults of verl's SFT that change the training and are not ours; its two trainers have different ones."""
     older = "model.partial_pretrain" in work.names.values() or "data.multiturn.enable" in work.latest
-    chosen: dict[str, Any] = {"lr": 1e-3}
+    chosen: dict[str, object] = {"lr": 1e-3}
     if older:
         chosen = {"lr": 1e-5, "adam_beta2": 0.95, "lr_scheduler": "cosine", "lr_warmup_steps_ratio": 0.1}
     for name, value in chosen.items():
@@ -211,7 +212,7 @@ def _defaults(work: Work) -> None:
             work.place(Entry(f"optim.{name}", value, "", -1), key, value, note=DEFAULT)
 
 
-DEFAULTS: dict[str, tuple[str, Any]] = {
+DEFAULTS: dict[str, tuple[str, object]] = {
     "data.train_batch_size": ("data.train_batch_size", 256),
     "trainer.total_epochs": ("trainer.total_epochs", 4),
     "trainer.seed": ("trainer.seed", 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.verl import neutral
@@ -109,10 +109,11 @@ def betas(work: Work) -> None:
     """verl gives AdamW's two decays as a list."""
     for part, ours in ((ACTOR, "actor"), (CRITIC, "critic")):
         key = part + "optim.betas"
-        value = work.value(key)
-        if isinstance(value, list) and len(cast("list[Any]", value)) == 2:
-            work.place(work.latest[key], f"{ours}.optim.adam_beta1", value[0])
-            work.place(work.latest[key], f"{ours}.optim.adam_beta2", value[1])
+        given = work.value(key)
+        pair = cast("list[object]", given) if isinstance(given, list) else []
+        if len(pair) == 2:
+            work.place(work.latest[key], f"{ours}.optim.adam_beta1", pair[0])
+            work.place(work.latest[key], f"{ours}.optim.adam_beta2", pair[1])
         elif key in work.latest:
             work.refuse(key, "is not a list of two numbers", f"write {key}=[0.9,0.999]")
 

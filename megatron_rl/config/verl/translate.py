@@ -10,7 +10,6 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.text.schema import Schema
@@ -103,7 +102,7 @@ def _takes_null(schema: Schema, key: str, ours: str) -> bool:
     return known.takes_null
 
 
-def _choice(work: Work, key: str, value: Any) -> None:
+def _choice(work: Work, key: str, value: object) -> None:
     ours, choices = keys.CHOICES[key]
     if isinstance(value, str) and value in choices:
         work.place(work.latest[key], ours, choices[value])
@@ -129,7 +128,7 @@ def _free(key: str) -> str | None:
     return None
 
 
-def _without_counterpart(work: Work, key: str, value: Any) -> None:
+def _without_counterpart(work: Work, key: str, value: object) -> None:
     """Accept or refuse a key that no table names by itself."""
     if key.endswith("._target_") or key == "_target_":
         work.accept(key, "a class name for Hydra")

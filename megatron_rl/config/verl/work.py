@@ -18,7 +18,7 @@ class Mapped:
 
     verl_key: str
     key: str
-    value: Any
+    value: object
     note: str = ""
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Work:
         """The key as the config has it."""
         return self.names.get(verl_key, verl_key)
 
-    def value(self, verl_key: str, default: Any = None) -> Any:
+    def value(self, verl_key: str, default: object = None) -> Any:
         """What the config holds for a key of verl."""
         entry = self.latest.get(verl_key)
         return default if entry is None else entry.value
@@ -66,11 +66,11 @@ class Work:
         """The config has the key, and nothing has been done about it yet."""
         return verl_key in self.latest and verl_key not in self.done
 
-    def entry(self, verl_key: str, default: Any = None) -> Entry:
+    def entry(self, verl_key: str, default: object = None) -> Entry:
         """The config's entry of a key; one that stands for verl's default where the config is silent."""
         return self.latest.get(verl_key, Entry(verl_key, default, "", -1))
 
-    def place(self, entry: Entry, key: str, value: Any, *, own: bool = False, note: str = "") -> None:
+    def place(self, entry: Entry, key: str, value: object, *, own: bool = False, note: str = "") -> None:
         """Set our `key`; of two verl keys that mean it, the one of the later source counts."""
         self.done.add(entry.key)
         other = self.placed.get(key)
@@ -90,7 +90,7 @@ class Work:
         self.done.add(verl_key)
         self.accepted.append(NoEffect(self.name(verl_key), self.latest[verl_key].value, why))
 
-    def differ(self, verl_key: str, what: str, value: Any = None) -> None:
+    def differ(self, verl_key: str, what: str, value: object = None) -> None:
         """Note that what a key means in verl is otherwise here. value: verl's default, where the config is silent."""
         self.done.add(verl_key)
         self.differs.append(NoEffect(self.name(verl_key), self.value(verl_key, value), what))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +185,6 @@ def test_a_refusal_of_the_run_is_a_message_and_a_bug_is_a_traceback(
         main(["train", config])
 
 
-def test_verbs_that_come_later_say_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "report", config)
-    assert code == 2 and "comes in a later version" in err
-
-
 def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0 and all(f"  {verb}" in out for verb in VERBS)
@@ -213,20 +208,21 @@ def test_export_needs_a_folder(config: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_check_takes_no_torch_and_little_time(config: str) -> None:
-    """R5: on a quiet machine it takes under a second; the limit here allows for a busy one."""
+    """R5: on a quiet machine it takes under a second; the limit, of CPU time, allows for a busy one."""
     script = (
         "import sys; from megatron_rl.cli import main; code = main(sys.argv[1:]); "
         "heavy = {'torch', 'ray', 'megatron', 'vllm', 'transformers', 'numpy'} & set(sys.modules); "
         "sys.exit(f'imported: {heavy}' if heavy else code)"
     )
-    start = time.perf_counter()
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", script, "check", config], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    seconds = time.perf_counter() - start
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
     assert done.returncode == 0, done.stderr
     assert "batch arithmetic" in done.stdout
-    assert seconds < 5, seconds
+    assert seconds < 3, seconds
 
 
 def test_python_dash_m_is_the_same_command(config: str) -> None:
