@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron_rl.errors import DataError
-
-FILES = ("generation_config.json", "config.json")
+from megatron_rl.models.end_tokens import FILES, end_ids
 
 
 def named_end_ids(folder: Path) -> dict[Path, list[int]]:
@@ -30,13 +28,14 @@ def known_end_ids(named: dict[Path, list[int]], vocab_size: int) -> tuple[int, .
 
 def _end_ids(path: Path) -> list[int]:
     try:
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        named = end_ids(path)
+    except ValueError as error:
         raise DataError(f"{path}: not a JSON object ({error}) -- write the file again") from error
-    ids = [] if named is None else named if isinstance(named, list) else [named]
-    for number in ids:
+    ids: list[int] = []
+    for number in named:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise DataError(_no_token(path, number, "the tokenizer"))
+        ids.append(number)
     return ids
 
 

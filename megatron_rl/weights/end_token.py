@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.models.end_tokens import FILES, end_ids
 
 
 def name_end_token(folder: Path, token: str) -> None:
@@ -22,12 +23,9 @@ def name_end_token(folder: Path, token: str) -> None:
         if name == "tokenizer_config.json" or before is not None:
             settings["eos_token"] = {**before, "content": token} if isinstance(before, dict) else token
             _write(folder / name, settings)
-    named: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        ids = _read(folder / name).get("eos_token_id")
-        named += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    named = [token_id for name in FILES if (folder / name).is_file() for token_id in end_ids(folder / name)]
     ids = list(dict.fromkeys((number, *named)))
-    for name in ("generation_config.json", "config.json"):
+    for name in FILES:
         _write(folder / name, _read(folder / name) | {"eos_token_id": ids if len(ids) > 1 else number})
 
 

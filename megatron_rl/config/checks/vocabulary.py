@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from megatron_rl.errors import Fault
+from megatron_rl.models.end_tokens import FILES, end_ids
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,13 @@ def _end_ids(tokenizer: str, model: str, vocabulary: Vocabulary) -> Iterator[tup
     number = {**vocabulary.ordinary, **vocabulary.added}.get(str(token))
     if number is not None:
         yield f"{settings}: eos_token", number
-    for name in ("config.json", "generation_config.json"):
-        named: object = _json(Path(model) / name).get("eos_token_id")
-        for one in cast("list[object]", named) if isinstance(named, list) else [named]:
-            if isinstance(one, int):
-                yield f"{Path(model) / name}: eos_token_id", one
+    for path in (Path(model) / name for name in reversed(FILES)):
+        try:
+            named = end_ids(path)
+        except (OSError, ValueError):
+            # What loads the file says what is wrong with it.
+            continue
+        yield from ((f"{path}: eos_token_id", one) for one in named if isinstance(one, int))
 
 
 def vocabulary_faults(key: str, tokenizer: str, model: str, vocab_size: int) -> list[Fault]:
