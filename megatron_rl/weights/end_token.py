@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models.end_tokens import FILES, end_ids
@@ -34,11 +34,15 @@ def _token_id(path: Path, token: str) -> int:
     for added in tokenizer.get("added_tokens", []):
         if added["content"] == token:
             return added["id"]
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    words = list(vocab) if isinstance(vocab, dict) else [entry[0] for entry in vocab]
-    if token not in words:
+    vocab: object = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocab, dict):
+        ids = cast("dict[str, int]", vocab)
+    else:
+        # Unigram: [text, score] in the order of the ids.
+        ids = {entry[0]: number for number, entry in enumerate(cast("list[tuple[str, float]]", vocab))}
+    if token not in ids:
         raise CheckpointError(f"{path}: has no token {token!r} -- give model.eos_token as the tokenizer writes it")
-    return vocab[token] if isinstance(vocab, dict) else words.index(token)
+    return ids[token]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def derived_fault(name: str, values: torch.Tensor, folder: Path) -> str | None:
     if shape is None:
         return f"surplus {name}"
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    wanted = torch.tensor(shape.rope.scaled((shape.rope_theta**-exponents).tolist()), dtype=torch.float64)
+    frequencies = shape.rope.scaled([float(one) for one in shape.rope_theta**-exponents])
+    wanted = torch.tensor(frequencies, dtype=torch.float64)
     if values.is_floating_point() and values.shape == wanted.shape:
         # Half precision rounds the low frequencies.
         half = values.dtype in (torch.float16, torch.bfloat16)

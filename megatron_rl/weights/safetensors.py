@@ -9,11 +9,11 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models.layouts import Block
@@ -41,6 +41,26 @@ class WeightSource(Protocol):
         ...
 
 
+class _Slice(Protocol):
+    """A tensor in an open file of safetensors, whose own types are not declared."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor: ...
+
+
+class _File(Protocol):
+    """An open file of safetensors."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> _Slice: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
 class SafetensorsSource:
     """The safetensors of a model folder, opened lazily; only the rows and columns asked for are read."""
 
@@ -50,23 +70,22 @@ class SafetensorsSource:
         if index.exists():
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif single.exists():
-            with self._opened(single) as handle:
-                self._file_of = dict.fromkeys(handle.keys(), single.name)
+            self._file_of = dict.fromkeys(self._opened(single).keys(), single.name)
         else:
             raise CheckpointError(f"{self.path}: no model.safetensors and no {INDEX_NAME}; write the weights there")
         absent = sorted({file for file in self._file_of.values() if not (self.path / file).exists()})
         if absent:
             raise CheckpointError(f"{self.path}: {INDEX_NAME} names files that are missing: {', '.join(absent)}")
-        self._handles: dict[str, safe_open] = {}
+        self._handles: dict[str, _File] = {}
 
     @staticmethod
-    def _opened(file: Path) -> safe_open:
+    def _opened(file: Path) -> _File:
         try:
-            return safe_open(str(file), framework="pt")
+            return cast("_File", safe_open(str(file), framework="pt"))
         except SafetensorError as error:
             raise CheckpointError(f"{file}: not a complete safetensors file ({error}); copy it again") from error
 
-    def _handle(self, name: str) -> safe_open:
+    def _handle(self, name: str) -> _File:
         file = self._file_of[name]
         if file not in self._handles:
             self._handles[file] = self._opened(self.path / file)
@@ -172,12 +191,18 @@ def file_holding(folder: str, name: str) -> str:
     return SafetensorsSource(folder).place(name)
 
 
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """[] largest magnitude; NaN if one is NaN. No copy of the values is made."""
+    norm = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return cast("torch.Tensor", norm(values, ord=float("inf")))
+
+
 def finite_tensors(source: SafetensorsSource, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """source.tensors(); at the end CheckpointError names those that are not finite in `dtype`, if there are any."""
     bad: dict[str, str] = {}
     for name, tensor in source.tensors():
         if tensor.is_floating_point() and tensor.numel():
-            size = float(torch.linalg.vector_norm(tensor.to(torch.float32), ord=float("inf")))
+            size = float(_largest(tensor.to(torch.float32)))
             # Not written as size > max: no comparison holds for NaN.
             if not size <= torch.finfo(dtype).max:
                 bad[name] = source.place(name)
