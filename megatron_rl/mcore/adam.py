@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 
 class FusedInterfaceAdam(torch.optim.Optimizer):
@@ -18,13 +18,13 @@ class FusedInterfaceAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        **_: Any,
+        **_: object,
     ) -> None:
         self.adam_w_mode = 1 if adam_w_mode else 0
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}

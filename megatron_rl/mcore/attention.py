@@ -6,11 +6,10 @@ sines are computed once a micro-batch (packing.py) and applied to all tokens at 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.mcore.packing import Packed
 
@@ -60,8 +59,16 @@ def varlen_attention(
 class PackedAttention(MegatronModule):
     """Core attention for packed sequences; flash attention on CUDA in half precision, padded SDPA elsewhere."""
 
-    def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *_: object,
+        softmax_scale: float | None = None,
+        **__: object,
+    ) -> None:
         super().__init__(config=config)
+        assert config.kv_channels is not None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
@@ -70,9 +77,9 @@ class PackedAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        *_: Any,
+        *_: object,
         packed_seq_params: Packed | None = None,
-        **__: Any,
+        **__: object,
     ) -> torch.Tensor:
         """q [t, heads, d], k and v [t, kv_heads, d] -> [t, heads * d]."""
         packed = packed_seq_params

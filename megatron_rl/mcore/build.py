@@ -28,9 +28,9 @@ from megatron_rl.models.rules import padded_vocab
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.groups import tp_group
 from megatron_rl.parallel.topology import is_last_chunk
+from megatron_rl.weights.dtypes import DTYPES
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelChunk(GPTModel):
@@ -39,7 +39,7 @@ class ModelChunk(GPTModel):
     value_head: ValueHead | None
     """What turns hidden states into values, on the last chunk of a critic."""
 
-    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return hidden_states
 
     def head_weight(self) -> torch.Tensor:

@@ -38,7 +38,7 @@ def bad_losses(micros: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> 
 
 
 def bad_gradients(
-    model: Model, micros: Sequence[MicroBatch], run: Callable[[Sequence[MicroBatch]], Any]
+    model: Model, micros: Sequence[MicroBatch], run: Callable[[Sequence[MicroBatch]], object]
 ) -> list[BadMicroBatch]:
     """The micro-batches whose own gradient is not finite on some rank, from all ranks. A collective.
 

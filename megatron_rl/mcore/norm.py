@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 
@@ -15,7 +14,7 @@ class RMSNorm(nn.Module):
     `sequence_parallel` mark tells Megatron's finalize_model_grads to add the parts.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))

@@ -105,7 +105,7 @@ class Offload:
     def _storages(self, kind: Kind) -> list[torch.UntypedStorage]:
         """The storages of `kind` that are on the device now, each once."""
         params = [param for chunk in self._trainable.model.chunks for param in chunk.parameters()]
-        grads = [grad for param in params if (grad := getattr(param, "main_grad", None)) is not None]
+        grads = [param.main_grad for param in params if param.requires_grad]  # type: ignore[attr-defined]
         if kind == "params":
             return list(_present(params).values())
         if kind == "grads":

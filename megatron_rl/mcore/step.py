@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.mcore.build import Model, Trainable
@@ -20,6 +20,10 @@ from megatron_rl.mcore.packing import MicroBatch, pack
 from megatron_rl.parallel.collectives import any_rank, reduce_metrics
 from megatron_rl.parallel.groups import cp_group, dp_cp_group
 from megatron_rl.types import Metric, StepReport, TrainBatch
+
+T = TypeVar("T")
+Loss = tuple[torch.Tensor, torch.Tensor, T]
+"""(loss, number of tokens, what the schedule collects): as Megatron wants it of a micro-batch"""
 
 
 def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
@@ -44,7 +48,20 @@ def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
     ]
 
 
-def _forward(chunk: Any, micro: MicroBatch) -> torch.Tensor:
+@dataclass(frozen=True)
+class _MicroOutcome:
+    """What an objective made of one micro-batch, still on the device: reading a number stalls it."""
+
+    sums: dict[str, torch.Tensor]
+    """metric -> its sum over the trained tokens here, the weighted loss among them"""
+    counts: dict[str, float]
+    column: torch.Tensor
+    """[n] what the objective hands back"""
+    weighted: torch.Tensor
+    """[n] weighted token losses"""
+
+
+def _forward(chunk: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
     return chunk(
         input_ids=micro.tokens,
         position_ids=None,
@@ -54,15 +71,20 @@ def _forward(chunk: Any, micro: MicroBatch) -> torch.Tensor:
 
 
 def _run(
-    model: Model, micros: list[MicroBatch], loss_of: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
-) -> list[Any]:
-    """Drive all micro-batches through the schedule; returns what loss_of said of each (last stage only)."""
+    model: Model,
+    micros: Sequence[MicroBatch],
+    loss_of: Callable[[MicroBatch, torch.Tensor], Loss[T]],
+    forward_only: bool,
+) -> list[T]:
+    """Drive all micro-batches through the schedule; returns what loss_of made of each (last stage only)."""
 
-    def step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    def step(
+        iterator: Iterator[MicroBatch], chunk: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss[T]]]:
         micro = next(iterator)
         return _forward(chunk, micro), lambda hidden: loss_of(micro, hidden)
 
-    return get_forward_backward_func()(
+    outcomes: list[T] = get_forward_backward_func()(
         forward_step_func=step,
         # Each chunk of an interleaved schedule walks through the micro-batches by itself.
         data_iterator=[iter(micros) for _ in model.chunks],
@@ -72,6 +94,7 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    return outcomes
 
 
 @torch.no_grad()
@@ -81,25 +104,25 @@ def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -
     batches: this data-parallel rank's micro-batches. Ranks of other pipeline stages than the last get an empty list.
     """
 
-    def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
+    def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Loss[dict[str, torch.Tensor]]:
         zero = hidden.new_zeros((), dtype=torch.float32)
         return zero, torch.zeros((), dtype=torch.int), read(micro, hidden)
 
     for chunk in model.chunks:
         chunk.eval()
     micros = pack_all(model, batches)
-    found = _run(model, micros, loss_of, forward_only=True)
-    names = list(found[0]) if found else []
-    columns = [_columns(micros, [values[name] for values in found]) for name in names]
+    outcomes = _run(model, micros, loss_of, forward_only=True)
+    names = list(outcomes[0]) if outcomes else []
+    columns = [_columns(micros, [values[name] for values in outcomes]) for name in names]
     return [dict(zip(names, of_micro, strict=True)) for of_micro in zip(*columns, strict=True)]
 
 
-def _columns(micros: Sequence[MicroBatch], found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _columns(micros: Sequence[MicroBatch], values_of: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Values [n] at the tokens that this rank predicts -> [T] float32 columns on the CPU, whole on every rank."""
-    if not found:
+    if not values_of:
         return []
     columns = []
-    for micro, values in zip(micros, found, strict=True):
+    for micro, values in zip(micros, values_of, strict=True):
         column = torch.zeros(micro.num_tokens, dtype=torch.float32, device=values.device)
         columns.append(column.index_put_((micro.trained.to(values.device),), values.float()))
     group = cp_group()
@@ -110,12 +133,13 @@ def _columns(micros: Sequence[MicroBatch], found: Sequence[torch.Tensor]) -> lis
     return [column.cpu() for column in columns]
 
 
-def _add(found: Sequence[tuple[dict[str, torch.Tensor], dict[str, float]]]) -> dict[str, Metric]:
+def _add(outcomes: Sequence[_MicroOutcome]) -> dict[str, Metric]:
     """Sums and counts of all micro-batches of this rank."""
-    names = list(found[0][0])
-    sums = torch.stack([torch.stack([values[name].float() for name in names]) for values, _ in found]).double().sum(0)
+    names = list(outcomes[0].sums)
+    by_micro = [torch.stack([outcome.sums[name].float() for name in names]) for outcome in outcomes]
+    sums = torch.stack(by_micro).double().sum(0)
     return {
-        name: Metric(total, sum(counts[name] for _, counts in found))
+        name: Metric(total, sum(outcome.counts[name] for outcome in outcomes))
         for name, total in zip(names, sums.tolist(), strict=True)
     }
 
@@ -138,37 +162,34 @@ def optimizer_step(
         chunk.zero_grad_buffer()  # type: ignore[operator]
     trainable.optimizer.zero_grad()
 
-    def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Any:
+    def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Loss[_MicroOutcome]:
         losses, values, column = objective(micro, hidden)
         weighted = micro.columns["loss_weights"] * losses
         loss = weighted.sum()
-        # Kept on the device: reading a number here would stall the GPU once a micro-batch.
         sums = {"loss": loss, **{name: value.sum() for name, value in values.items()}}
         counts = {"loss": 1.0, **{name: float(value.numel()) for name, value in values.items()}}
-        return (
-            loss,
-            torch.ones((), dtype=torch.int),
-            ({n: v.detach().clone() for n, v in sums.items()}, counts, column.detach(), weighted.detach()),
-        )
+        detached = {name: value.detach().clone() for name, value in sums.items()}
+        outcome = _MicroOutcome(detached, counts, column.detach(), weighted.detach())
+        return loss, torch.ones((), dtype=torch.int), outcome
 
     micros = pack_all(model, batches)
-    found = _run(model, micros, loss_of, forward_only=False)
+    outcomes = _run(model, micros, loss_of, forward_only=False)
     report = StepReport(loss=float("nan"), grad_norm=_gradient_norm(trainable.optimizer), lr=0.0)
-    if found:
-        total = reduce_metrics(_add([(sums, counts) for sums, counts, _, _ in found]), dp_cp_group())
+    if outcomes:
+        total = reduce_metrics(_add(outcomes), dp_cp_group())
         report = replace(report, loss=total.pop("loss").total, metrics=total)
     # The loss is known to the last stage alone, and the norm to the ranks that share an optimizer.
-    wrong = not math.isfinite(report.grad_norm) or (bool(found) and not math.isfinite(report.loss))
+    wrong = not math.isfinite(report.grad_norm) or (bool(outcomes) and not math.isfinite(report.loss))
     if any_rank(wrong):
-        bad = bad_losses(micros, [losses for _, _, _, losses in found]) or bad_gradients(
-            model, micros, lambda some: _run(model, list(some), loss_of, forward_only=False)
+        bad = bad_losses(micros, [outcome.weighted for outcome in outcomes]) or bad_gradients(
+            model, micros, lambda some: _run(model, some, loss_of, forward_only=False)
         )
         report = replace(report, updated=False, bad=tuple(bad))
     else:
         trainable.scheduler.step(increment=1)
         _apply_gradient(trainable.optimizer, report.grad_norm)
     report = replace(report, lr=trainable.optimizer.param_groups[0]["lr"])
-    return report, _columns(micros, [values for _, _, values, _ in found])
+    return report, _columns(micros, [outcome.column for outcome in outcomes])
 
 
 def _gradient_norm(optimizer: MegatronOptimizer) -> float:
@@ -180,10 +201,10 @@ def _gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 def _apply_gradient(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip and update: what Megatron's step does once it has the norm."""
-    parts: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    for part in parts:
-        params = [] if part.is_stub_optimizer else part.get_parameters()
+    for single in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        # None on a rank that trains nothing.
+        params: list[torch.Tensor] = [] if single.optimizer is None else [*single.get_parameters()]
         if params:
-            clip_grad_by_total_norm_fp32(params, max_norm=part.config.clip_grad, total_norm=norm)
+            clip_grad_by_total_norm_fp32(params, max_norm=single.config.clip_grad, total_norm=norm)
     updated = optimizer.step_with_ready_grads()
     assert updated, "an optimizer without a loss scaler takes every step"

@@ -13,6 +13,7 @@ from megatron_rl.models.rules import Family
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests
 from megatron_rl.types import Samples
+from megatron_rl.weights.dtypes import DTYPES
 
 _Row = tuple[list[int], list[float], bool]
 """Ids and log-probabilities of a sample, and whether it ended by itself."""
@@ -48,7 +49,7 @@ class HfEngine:
         self._version = -1
         self._shape = read_model_shape(settings.model_path)
         config = AutoConfig.from_pretrained(settings.model_path)
-        dtype = getattr(torch, settings.dtype)
+        dtype = DTYPES[settings.dtype]
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         self._model.to(settings.device)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path) if settings.needs_text else None

@@ -22,6 +22,7 @@ from megatron_rl.reshard.plan import make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
+from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.workers.engine import EngineWorker, no_texts
 from megatron_rl.workers.phases import RankMemory
 from megatron_rl.workers.records import EnginePlan, TrainPlan
@@ -64,8 +65,6 @@ class ColocatedWorker:
         self.train = TrainWorker(rank, world, cfg, plan, memory)
         # An engine plans its memory by what is free when it starts.
         memory.enter("generate")
-        from megatron_rl.mcore.build import DTYPES
-
         actor, dtype = self.train.trained["actor"], DTYPES[cfg.rollout.dtype or cfg.model.dtype]
         layout = engine_layout(cfg, engine.order)
         built, publisher = start_engine(cfg, actor, memory, layout, device=plan.device, rank=rank)
@@ -123,7 +122,6 @@ def start_engine(
     part; RolloutError where the engine cannot be built.
     """
     from megatron_rl.mcore import shards
-    from megatron_rl.mcore.build import DTYPES
 
     model = actor.model
     settings = engine_settings(cfg, model.shape, device, layout, rank)

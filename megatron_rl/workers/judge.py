@@ -18,6 +18,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, make_engine
+from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.weights.safetensors import SafetensorsSource, finite_tensors
 
 LONGEST_SHOWN = 200
@@ -71,7 +72,7 @@ class JudgeWorker:
         self._engine = make_engine(settings)
         source = SafetensorsSource(Path(cfg.path))
         source.check(hf_shapes(plan.shape, FAMILIES[plan.shape.architecture]))
-        tensors = finite_tensors(source, getattr(torch, cfg.dtype))
+        tensors = finite_tensors(source, DTYPES[cfg.dtype])
         # A tied output layer may stand in the file as well; engines take it from the embedding.
         tied = plan.shape.tie_word_embeddings
         self._engine.update_weights(((n, t) for n, t in tensors if not (tied and n == "lm_head.weight")), 0)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,11 @@ from megatron_rl.config.sections.reward import RewardModelConfig
 from megatron_rl.errors import CheckpointError, RewardError
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample, checked
+from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.weights.safetensors import file_holding, refuse_nonfinite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TOO_LARGE = 10**9
 """What tokenizers say when they know no limit is above this."""
@@ -47,11 +51,11 @@ class RewardModelWorker:
         if plan.device == "cuda":
             self._device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         self._tokenizer = AutoTokenizer.from_pretrained(cfg.tokenizer_path or cfg.path)
-        self._model = _load(cfg).to(self._device)
+        self._model = _load(cfg).to(self._device)  # type: ignore[arg-type]
         self._max_length = self._find_max_length()
 
     def _find_max_length(self) -> int:
-        known = [getattr(self._model.config, "max_position_embeddings", None), self._tokenizer.model_max_length]
+        known = [self._model.config.to_dict().get("max_position_embeddings"), self._tokenizer.model_max_length]
         limits = [int(limit) for limit in known if limit is not None and limit < _TOO_LARGE]
         asked = self._cfg.max_length
         if asked is not None and limits and asked > min(limits):
@@ -135,12 +139,12 @@ class RewardModelWorker:
         del self._model
 
 
-def _load(cfg: RewardModelConfig) -> Any:
+def _load(cfg: RewardModelConfig) -> PreTrainedModel:
     from transformers import AutoModelForSequenceClassification
 
     assert cfg.path is not None
     model, found = AutoModelForSequenceClassification.from_pretrained(
-        cfg.path, dtype=getattr(torch, cfg.dtype), output_loading_info=True
+        cfg.path, dtype=DTYPES[cfg.dtype], output_loading_info=True
     )
     # transformers draws what a checkpoint lacks at random: a language model's folder would give random rewards.
     unset = sorted({*found["missing_keys"], *(name[0] for name in found["mismatched_keys"])})
@@ -165,7 +169,7 @@ def same_rendering(policy: ModelConfig, data: DataConfig, model: RewardModelConf
     return _tokenizer_facts(ours) == _tokenizer_facts(theirs)
 
 
-def _tokenizer_facts(folder: Path) -> tuple[Any, Any]:
+def _tokenizer_facts(folder: Path) -> tuple[object, object]:
     """(vocabulary and rules, chat template) of a tokenizer's folder."""
     rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     # How a text is cut or padded by default is no part of how it is written.

@@ -16,6 +16,7 @@ from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import quiet_libraries, setup_logging
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.types import TrainBatch
+from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.weights.heads import token_classifier_config
 from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.phases import PhaseName, RankMemory
@@ -101,7 +102,6 @@ class TrainWorker:
 
     def _write(self, path: Path, tensors: Iterator[tuple[str, torch.Tensor]], plan: RolePlan, form: SavedForm) -> None:
         """Rank 0 writes a folder from an export that all ranks take part in."""
-        from megatron_rl.mcore.build import DTYPES
         from megatron_rl.weights.safetensors import write_model
         from megatron_rl.workers.saved import check_saved, run_renderer
 
