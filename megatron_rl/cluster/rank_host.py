@@ -30,7 +30,7 @@ Watch = tuple[str, float]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """The node and process that an actor runs in."""
 
     node_id: str
@@ -48,7 +48,7 @@ class RankHost:
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def place(self) -> Place:
+    def place(self) -> RankLocation:
         import ray
 
         context = ray.get_runtime_context()
@@ -59,7 +59,7 @@ class RankHost:
         index = -1
         if gpus:
             index = visible.split(",").index(str(gpus[0])) if visible else int(gpus[0])
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), index, free_port())
+        return RankLocation(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), index, free_port())
 
     def prepare(self, environment: Mapping[str, str], folder: str) -> None:
         """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same."""

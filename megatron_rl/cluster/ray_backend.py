@@ -18,9 +18,9 @@ from megatron_rl.cluster import ray_runtime, stop
 from megatron_rl.cluster.backend import Answer
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import rank_environment, worker_environment
-from megatron_rl.cluster.rank_host import Place, RankHost, Watch
+from megatron_rl.cluster.rank_host import RankHost, RankLocation, Watch
 from megatron_rl.cluster.ray_wait import Outcome, unwrapped, wait_for_ranks
-from megatron_rl.cluster.resources import Device, Placement, plan_placement, require_room
+from megatron_rl.cluster.resources import Device, RankPlacement, plan_placement, require_room
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
@@ -37,7 +37,7 @@ class RayBackend:
         self._id = uuid.uuid4().hex[:12]
         self._cluster = cluster
         self._actors: list[Any] = []
-        self._places: list[Place] = []
+        self._places: list[RankLocation] = []
         self._group: PlacementGroup | None = None
         self._closing = False
         self._broken: str | None = None
@@ -113,7 +113,7 @@ class RayBackend:
             answers = self._on_ranks(range(self.world), submit, method, left_s, "cluster.start_timeout_s")
             return [answers[rank] for rank in range(self.world)]
 
-        places: list[Place] = on_all("place", lambda rank: self._actors[rank].place.remote())
+        places: list[RankLocation] = on_all("place", lambda rank: self._actors[rank].place.remote())
         # Ranks of a node are numbered in the order of its GPUs.
         order = sorted(range(self.world), key=lambda rank: (placement.bundle_of_rank[rank], places[rank].gpu_index))
         self._actors = [self._actors[rank] for rank in order]
@@ -128,7 +128,7 @@ class RayBackend:
             lambda rank: self._actors[rank].start.remote(self._watch(rank, left_s), worker_cls, rank, self.world, args),
         )
 
-    def _reserve(self, placement: Placement, deadline: float) -> PlacementGroup:
+    def _reserve(self, placement: RankPlacement, deadline: float) -> PlacementGroup:
         group = placement_group([dict(bundle) for bundle in placement.bundles], strategy=placement.strategy)
         if not group.wait(max(1.0, deadline - time.monotonic())):
             remove_placement_group(group)
@@ -238,7 +238,7 @@ class RayBackend:
             time.sleep(0.02)
 
 
-def _actor(group: PlacementGroup, placement: Placement, rank: int, environment: Mapping[str, str]) -> Any:
+def _actor(group: PlacementGroup, placement: RankPlacement, rank: int, environment: Mapping[str, str]) -> Any:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=placement.bundle_of_rank[rank])
     # Every rank sees all GPUs of its node, as under torchrun: LOCAL_RANK says which one is its own.
     variables = {**environment, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}

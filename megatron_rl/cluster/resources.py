@@ -29,7 +29,7 @@ def resolve_device(device: str) -> Device:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """A placement group and the ranks in it.
 
     Example, 2 nodes of 2 GPUs: strategy="PACK", bundles=({"CPU": 2.0, "GPU": 2.0},) * 2, bundle_of_rank=(0,
@@ -47,20 +47,20 @@ class Placement:
         return len(self.bundle_of_rank)
 
 
-def plan_placement(cluster: ClusterConfig, device: Device) -> Placement:
+def plan_placement(cluster: ClusterConfig, device: Device) -> RankPlacement:
     """One node: a bundle for each rank, all on one machine. More: a bundle for each node, holding all its ranks."""
     per_rank = {"CPU": cluster.num_cpus_per_rank}
     if device == "cuda":
         per_rank["GPU"] = 1.0
     ranks = cluster.n_gpus_per_node
     if cluster.nnodes == 1:
-        return Placement("STRICT_PACK", tuple(dict(per_rank) for _ in range(ranks)), tuple(range(ranks)), per_rank)
+        return RankPlacement("STRICT_PACK", tuple(dict(per_rank) for _ in range(ranks)), tuple(range(ranks)), per_rank)
     node = {name: amount * ranks for name, amount in per_rank.items()}
     bundle_of_rank = tuple(rank // ranks for rank in range(cluster.nnodes * ranks))
-    return Placement("PACK", tuple(dict(node) for _ in range(cluster.nnodes)), bundle_of_rank, per_rank)
+    return RankPlacement("PACK", tuple(dict(node) for _ in range(cluster.nnodes)), bundle_of_rank, per_rank)
 
 
-def require_room(placement: Placement, cluster: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> None:
+def require_room(placement: RankPlacement, cluster: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> None:
     """Refuse a placement that no machine can ever hold: waiting for it would never end.
 
     nodes: total resources of each machine of the Ray cluster, such as {"CPU": 8.0, "GPU": 2.0}.

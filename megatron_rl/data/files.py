@@ -17,7 +17,7 @@ from megatron_rl.errors import DataError
 NUM_SHOWN = 10
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """One row: plain Python values, and where they stand."""
 
     file: str
@@ -36,7 +36,7 @@ class BadRow(DataError):
     """What is wrong with one row. Loaders collect these in one DataError that names the files and rows."""
 
 
-def refuse_bad_rows(bad: Sequence[tuple[Row, str]], num_rows: int, what: str) -> None:
+def refuse_bad_rows(bad: Sequence[tuple[DataRow, str]], num_rows: int, what: str) -> None:
     """Raise a DataError that counts the bad (row, reason) and shows the first NUM_SHOWN, if there are any."""
     if not bad:
         return
@@ -47,7 +47,7 @@ def refuse_bad_rows(bad: Sequence[tuple[Row, str]], num_rows: int, what: str) ->
     raise DataError("\n".join([head, *lines]))
 
 
-def read_rows(paths: Sequence[str], what: str) -> list[Row]:
+def read_rows(paths: Sequence[str], what: str) -> list[DataRow]:
     """All rows of the files, one file after the other. `what` names the set in errors ("data.train_files").
 
     Paths may be patterns (checks/data_paths.py); formats.py says what each kind of file holds. A row that cannot be
@@ -59,7 +59,7 @@ def read_rows(paths: Sequence[str], what: str) -> list[Row]:
     if not paths:
         raise DataError(f"{what}: no file is given -- {GIVE}")
     files, faults = data_files(what, paths)
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     reasons = [f"{fault.value}: {fault.reason} -- {fault.cure}" for fault in faults]
     for path in files:
         try:
@@ -84,11 +84,11 @@ def find_value(values: dict[str, Any], key: str) -> Any:
     return find_value(inner, rest) if dot and isinstance(inner, dict) else None
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> list[DataRow]:
     if not path.is_dir():
-        return [Row(str(path), *record) for record in read_file(path)]
+        return [DataRow(str(path), *record) for record in read_file(path)]
     shards, reason, cure = dataset_shards(path)
     if reason:
         raise DataError(f"{path}: {reason} -- {cure}")
     records = [record for shard in shards for record in read_arrow(shard)]
-    return [Row(str(path), number, record.values, record.fault) for number, record in enumerate(records, start=1)]
+    return [DataRow(str(path), number, record.values, record.fault) for number, record in enumerate(records, start=1)]

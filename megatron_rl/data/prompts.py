@@ -31,7 +31,7 @@ from megatron_rl.data.columns import (
     unused_columns,
 )
 from megatron_rl.data.conversation import Message, normal_messages, with_system
-from megatron_rl.data.files import NUM_SHOWN, BadRow, Row, find_value, read_rows, refuse_bad_rows
+from megatron_rl.data.files import NUM_SHOWN, BadRow, DataRow, find_value, read_rows, refuse_bad_rows
 from megatron_rl.data.formats import Values
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.tokenized import Rendered, render_rows
@@ -69,7 +69,7 @@ class PromptSet:
 class Length(NamedTuple):
     """A row and its number of tokens."""
 
-    row: Row
+    row: DataRow
     num_tokens: int
 
 
@@ -86,7 +86,7 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
     rows = read_rows(files, what)
     rendered, num_cached = render_rows(cfg, rows, renderer, render_prompt)
     prompts: list[Prompt] = []
-    bad: list[tuple[Row, str]] = []
+    bad: list[tuple[DataRow, str]] = []
     overlong: list[Length] = []
     num_truncated = 0
     unused: Counter[str] = Counter()
@@ -206,12 +206,12 @@ def turn_end_notes(renderer: Renderer, has_messages: bool) -> tuple[str, ...]:
     )
 
 
-def data_source(cfg: DataConfig, row: Row) -> str:
+def data_source(cfg: DataConfig, row: DataRow) -> str:
     """The data source of a row: its data_source column, else its file's name without the extension."""
     return str(find_value(row.values, cfg.data_source_key) or stem_of(row.file))
 
 
-def _read_prompt(cfg: DataConfig, row: Row, index: int, tokens: Rendered, *, need_truth: bool) -> Prompt:
+def _read_prompt(cfg: DataConfig, row: DataRow, index: int, tokens: Rendered, *, need_truth: bool) -> Prompt:
     if tokens.fault is not None:
         raise BadRow(tokens.fault)
     truth = _ground_truth(cfg, row.values)

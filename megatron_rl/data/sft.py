@@ -22,7 +22,7 @@ from megatron_rl.data.columns import (
     unused_columns,
 )
 from megatron_rl.data.conversation import Message, normal_messages
-from megatron_rl.data.files import BadRow, Row, find_value, read_rows, refuse_bad_rows
+from megatron_rl.data.files import BadRow, DataRow, find_value, read_rows, refuse_bad_rows
 from megatron_rl.data.formats import Values
 from megatron_rl.data.prompts import (
     Length,
@@ -101,7 +101,7 @@ def load_sft(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, valid
     rows = read_rows(files, what)
     rendered, num_cached = render_rows(cfg, rows, renderer, render_sample)
     samples: list[SftSample] = []
-    bad: list[tuple[Row, str]] = []
+    bad: list[tuple[DataRow, str]] = []
     overlong: list[Length] = []
     num_truncated = num_without_end = num_whole_without_end = 0
     unused: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.columns import rendered_values
-from megatron_rl.data.files import BadRow, Row
+from megatron_rl.data.files import BadRow, DataRow
 from megatron_rl.data.formats import Values
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import DataError, MegatronRLError, MissingDependency
@@ -56,7 +56,7 @@ class RenderedRows(NamedTuple):
     """Rows that came out of data.cache_dir."""
 
 
-def render_rows(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, render: RenderFn) -> RenderedRows:
+def render_rows(cfg: DataConfig, rows: Sequence[DataRow], renderer: Renderer, render: RenderFn) -> RenderedRows:
     """Render every row, in cfg.num_workers processes; rows of a file that cfg.cache_dir holds are read from there.
 
     Raises DataError: a kept file that cannot be read, a process that died, what `render` raises beside BadRow.
@@ -76,7 +76,7 @@ def _known(rendered: Rendered, renderer: Renderer) -> Rendered:
     return Rendered([], fault=f"{reason} -- use the model's own tokenizer, or one whose embedding holds all tokens")
 
 
-def _rendered_rows(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, render: RenderFn) -> RenderedRows:
+def _rendered_rows(cfg: DataConfig, rows: Sequence[DataRow], renderer: Renderer, render: RenderFn) -> RenderedRows:
     fingerprint = renderer.fingerprint() if cfg.cache_dir else None
     if cfg.cache_dir is None or fingerprint is None:
         if cfg.cache_dir is not None:
@@ -97,11 +97,11 @@ def _rendered_rows(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, ren
     return RenderedRows(result, sum(len(rendered) for rendered in found if rendered is not None))
 
 
-def _missing(files: list[list[Row]], found: Sequence[object | None]) -> list[Row]:
+def _missing(files: list[list[DataRow]], found: Sequence[object | None]) -> list[DataRow]:
     return [row for of_file, rendered in zip(files, found, strict=True) if rendered is None for row in of_file]
 
 
-def _render_all(cfg: DataConfig, rows: Sequence[Row], renderer: Renderer, render: RenderFn) -> list[Rendered]:
+def _render_all(cfg: DataConfig, rows: Sequence[DataRow], renderer: Renderer, render: RenderFn) -> list[Rendered]:
     """What every row becomes; one that could not be read keeps its fault."""
     fresh = iter(_render_sound(cfg, [row.values for row in rows if row.fault is None], renderer, render))
     return [next(fresh) if row.fault is None else Rendered([], fault=row.fault) for row in rows]
@@ -162,7 +162,7 @@ def main() -> None:
         pickle.dump(answer, answers)
 
 
-def _digest(cfg: DataConfig, rows: Sequence[Row], fingerprint: str, render: RenderFn) -> str:
+def _digest(cfg: DataConfig, rows: Sequence[DataRow], fingerprint: str, render: RenderFn) -> str:
     digest = hashlib.sha256(fingerprint.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -13,8 +13,6 @@ import torch
 
 from megatron_rl.ops.softmax import RowStats, logit_grads_, row_stats
 
-Group = torch.distributed.ProcessGroup
-
 # Logits of one chunk: 768 tokens of a vocabulary of 152k in bfloat16, enough to keep a GPU's matrix units busy. The
 # backward pass takes twice as many: each of its chunks adds a whole weight gradient to the sum.
 _CHUNK_BYTES = 1 << 28
@@ -31,7 +29,7 @@ class VocabShard:
 
     start: int
     valid: int
-    group: Group | None
+    group: torch.distributed.ProcessGroup | None
 
     def columns(self, targets: torch.Tensor) -> torch.Tensor:
         """The row of each target here, -1 where it is on another rank."""

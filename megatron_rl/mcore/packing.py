@@ -77,7 +77,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """Where the tokens of padded sequences lie, for one context-parallel rank. Pure index arithmetic.
 
     Letters: S sequences, P padded tokens over all ranks, t = P / cp tokens here.
@@ -96,7 +96,7 @@ class Layout:
     """[P] position within the sequence"""
 
 
-def zigzag_layout(padded_lens: Sequence[int], cp: int, rank: int) -> Layout:
+def zigzag_layout(padded_lens: Sequence[int], cp: int, rank: int) -> TokenLayout:
     """The layout of `rank`. Each length is a multiple of 2 cp (of 1 for cp 1)."""
     lens = torch.tensor(list(padded_lens), dtype=torch.int64)
     ends = torch.cumsum(lens, 0)
@@ -105,14 +105,14 @@ def zigzag_layout(padded_lens: Sequence[int], cp: int, rank: int) -> Layout:
     position = torch.arange(int(ends[-1])) - starts[sequence]
     if cp == 1:
         every = torch.arange(len(position))
-        return Layout(tuple(padded_lens), starts, torch.zeros_like(every), every, every, position)
+        return TokenLayout(tuple(padded_lens), starts, torch.zeros_like(every), every, every, position)
     chunk_len = (lens // (2 * cp))[sequence]
     chunk = position // chunk_len
     late = chunk >= cp
     owner = torch.where(late, 2 * cp - 1 - chunk, chunk)
     place = (starts // cp)[sequence] + position % chunk_len + torch.where(late, chunk_len, 0)
     held = (owner == rank).nonzero().squeeze(-1)
-    return Layout(tuple(padded_lens), starts, owner, place, held, position)
+    return TokenLayout(tuple(padded_lens), starts, owner, place, held, position)
 
 
 def plan_groups(seq_lens: Sequence[int]) -> list[list[int]]:
@@ -138,7 +138,7 @@ def _padded_cells(starts: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tenso
     return starts[:, None] + torch.where(real, offset[None, :], 0), real
 
 
-def attention_groups(layout: Layout, cp: int) -> tuple[tuple[AttentionGroup, ...], torch.Tensor]:
+def attention_groups(layout: TokenLayout, cp: int) -> tuple[tuple[AttentionGroup, ...], torch.Tensor]:
     """All groups of one rank, and the order that brings their outputs back into packed order."""
     lens = torch.tensor(layout.padded_lens)
     held_position = layout.position[layout.held]

@@ -22,7 +22,7 @@ _WORD_BYTES = DIGEST_BYTES + 1 + 4
 _POLL_S = 0.0005
 _EAGER_S = 0.005
 
-Message = tuple[int, torch.Tensor]
+PeerMessage = tuple[int, torch.Tensor]
 """(the other rank, a contiguous tensor)"""
 
 
@@ -64,7 +64,7 @@ class Links:
         """Where tensors that travel must be."""
         return torch.device("cuda", torch.cuda.current_device()) if self._nccl else torch.device("cpu")
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], phase: str) -> Pending:
+    def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], phase: str) -> Pending:
         """Start all messages at once; their tensors are in use until `Pending.wait`. Messages between two ranks arrive
         in the order they are posted, so both sides list theirs in one order.
         """

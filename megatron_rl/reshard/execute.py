@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.models.rules import LocalParam
 from megatron_rl.ops.copies import CopyBatch
-from megatron_rl.parallel.links import Links, Message, Pending
+from megatron_rl.parallel.links import Links, PeerMessage, Pending
 from megatron_rl.reshard.plan import BlockIndex, Move, Place, Plan, RankBytes
 from megatron_rl.reshard.rounds import Bucket, Round, rounds_of_rank, row_size
 
@@ -240,15 +240,15 @@ class Transfer:
         """All rounds, two in flight; the bytes of staging memory."""
         sizes = [max((rnd.num_bytes for rnd in self.rounds[parity::2]), default=0) for parity in (0, 1)]
         arenas = [torch.empty(size, dtype=torch.uint8, device=self.links.device) for size in sizes]
-        before: tuple[Round, list[Message], Pending] | None = None
+        before: tuple[Round, list[PeerMessage], Pending] | None = None
         for number, rnd in enumerate(self.rounds):
             if before is not None and before[0].wave != rnd.wave:
                 # What engines forward has to be in their parameters first.
                 self._unpack(*before, targets)
                 before = None
             arena, at = arenas[number % 2], 0
-            sends: list[Message] = []
-            receives: list[Message] = []
+            sends: list[PeerMessage] = []
+            receives: list[PeerMessage] = []
             for buckets, messages in ((rnd.sends, sends), (rnd.receives, receives)):
                 for bucket in buckets:
                     messages.append((bucket.peer, arena[at : at + bucket.num_bytes]))
@@ -266,7 +266,7 @@ class Transfer:
             self._unpack(*before, targets)
         return sum(sizes)
 
-    def _unpack(self, rnd: Round, receives: list[Message], pending: Pending, targets: Tensors) -> None:
+    def _unpack(self, rnd: Round, receives: list[PeerMessage], pending: Pending, targets: Tensors) -> None:
         pending.wait()
         for bucket, (_, data) in zip(rnd.receives, receives, strict=True):
             for slot, there in _slots(bucket, data, self._wire_dtype(rnd.wave), self._from_engine, targets, list):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_rl.config.checks.reward_terms import Constant, First, Reward, Sum, Term, rewards_in
+from megatron_rl.config.checks.reward_terms import ConstantTerm, First, Reward, Sum, Term, rewards_in
 from megatron_rl.errors import RewardError
 from megatron_rl.rewards.base import Chosen, RewardResult, RewardSample, checked
 
@@ -100,7 +100,7 @@ class _Evaluation:
     def of(self, term: Term, samples: Sequence[RewardSample]) -> Results:
         if not samples:
             return []
-        if isinstance(term, Constant):
+        if isinstance(term, ConstantTerm):
             return [RewardResult(term.value)] * len(samples)
         if isinstance(term, First):
             return self._first(term, samples)

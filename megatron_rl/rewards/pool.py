@@ -74,7 +74,7 @@ class TooManyFailed(RewardError):
 
 
 @dataclass(frozen=True)
-class Rule:
+class RewardRule:
     """A reward that runs in the pool's processes. kwargs: passed with every call."""
 
     spec: str
@@ -160,7 +160,7 @@ class RewardPool:
 
     def __init__(
         self,
-        rewards: str | Rule | Sequence[Rule],
+        rewards: str | RewardRule | Sequence[RewardRule],
         kwargs: dict[str, Any] | None = None,
         *,
         num_workers: int = 2,
@@ -177,8 +177,8 @@ class RewardPool:
         has loaded its rewards.
         """
         if isinstance(rewards, str):
-            rewards = Rule(rewards, dict(kwargs or {}))
-        self._rules = (rewards,) if isinstance(rewards, Rule) else tuple(rewards)
+            rewards = RewardRule(rewards, dict(kwargs or {}))
+        self._rules = (rewards,) if isinstance(rewards, RewardRule) else tuple(rewards)
         specs = tuple((rule.spec, dict(rule.kwargs)) for rule in self._rules)
         self._setup = Setup(specs, failed_score, timeout_s, memory_limit)
         self._num_workers = num_workers

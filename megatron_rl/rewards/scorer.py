@@ -11,7 +11,7 @@ from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample, shown
 from megatron_rl.rewards.compose import Results, score_by_source
-from megatron_rl.rewards.pool import FailureLimit, RewardPool, Rule, TooManyFailed
+from megatron_rl.rewards.pool import FailureLimit, RewardPool, RewardRule, TooManyFailed
 from megatron_rl.rewards.truths import refuse_unscorable, source_notes
 
 ModelFn = Callable[[Sequence[RewardSample]], Results]
@@ -45,7 +45,7 @@ class RewardScorer:
         limit = cfg.memory_limit_gb
         self._pool = (
             RewardPool(
-                [Rule(reward.spec, reward.kwargs) for reward in self._rules],
+                [RewardRule(reward.spec, reward.kwargs) for reward in self._rules],
                 num_workers=cfg.num_workers,
                 timeout_s=cfg.timeout_s,
                 failed_score=cfg.failed_score,

@@ -64,7 +64,7 @@ class Reward(Term):
 
 
 @dataclass(frozen=True)
-class Constant(Term):
+class ConstantTerm(Term):
     """The same score for every sample."""
 
     value: float
@@ -86,7 +86,7 @@ class Sum(Term):
 
 def as_term(value: Term | float) -> Term:
     """A number as the reward that always gives it."""
-    return value if isinstance(value, Term) else Constant(float(value))
+    return value if isinstance(value, Term) else ConstantTerm(float(value))
 
 
 def _members(term: Term, kind: type[First]) -> tuple[Term, ...]:
@@ -111,7 +111,7 @@ def rewards_in(term: Term) -> Iterator[Reward]:
 
 def numbers_in(term: Term) -> Iterator[float]:
     """The scores and weights that a composition holds, from left to right."""
-    if isinstance(term, Constant):
+    if isinstance(term, ConstantTerm):
         yield term.value
     elif isinstance(term, First):
         for part in term.terms:
@@ -161,7 +161,7 @@ def _sum(tokens: list[Token]) -> tuple[Term, list[Token]]:
     negative = bool(tokens) and tokens[0] == ("operator", "-")
     term, tokens = _product(tokens[1:] if negative else tokens)
     if negative:
-        term = Constant(-term.value) if isinstance(term, Constant) else -1.0 * term
+        term = ConstantTerm(-term.value) if isinstance(term, ConstantTerm) else -1.0 * term
     while tokens and tokens[0] in (("operator", "+"), ("operator", "-")):
         sign = tokens[0][1]
         other, tokens = _product(tokens[1:])
@@ -173,9 +173,9 @@ def _product(tokens: list[Token]) -> tuple[Term, list[Token]]:
     term, tokens = _atom(tokens)
     while tokens and tokens[0] == ("operator", "*"):
         other, tokens = _atom(tokens[1:])
-        if isinstance(term, Constant):
-            term = Constant(term.value * other.value) if isinstance(other, Constant) else term.value * other
-        elif isinstance(other, Constant):
+        if isinstance(term, ConstantTerm):
+            term = ConstantTerm(term.value * other.value) if isinstance(other, ConstantTerm) else term.value * other
+        elif isinstance(other, ConstantTerm):
             term = other.value * term
         else:
             raise ValueError("multiplies two rewards: one side of * must be a number")
@@ -187,7 +187,7 @@ def _atom(tokens: list[Token]) -> tuple[Term, list[Token]]:
         raise ValueError("ends where a reward or a number is expected")
     (kind, value), rest = tokens[0], tokens[1:]
     if kind == "number":
-        return Constant(float(value)), rest
+        return ConstantTerm(float(value)), rest
     if kind == "name":
         return Reward(value), rest
     if value == "(":

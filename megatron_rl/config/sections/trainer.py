@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_rl.config.sections.base import OneOrMany, UserPath, section
 
 Frequency = Annotated[int, Field(ge=-1)]
-Sink = Literal["console", "tensorboard", "wandb", "mlflow"]
+LoggerName = Literal["console", "tensorboard", "wandb", "mlflow"]
 
 
 @section
@@ -44,7 +44,7 @@ class TrainerConfig:
     overwrite: Literal["refuse", "replace", "number"] = "refuse"
     """If the run's folder holds a run already: refuse to start; replace that run's files once the first step starts; or
     number the new run (name-2, name-3 ...)."""
-    logger: Annotated[list[Sink], OneOrMany] = Field(default_factory=lambda: ["console"])
+    logger: Annotated[list[LoggerName], OneOrMany] = Field(default_factory=lambda: ["console"])
     """Loggers in addition to metrics.jsonl, which is always written."""
     num_logged_rollouts: NonNegativeInt = 4
     """Sample rollouts written to rollouts.jsonl each step."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_rl.reshard.planning.cost import Account, account
-from megatron_rl.reshard.planning.request import ITEM_SIZES, Request
+from megatron_rl.reshard.planning.request import ITEM_SIZES, SyncRequest
 
 GB = 1e9
 _UNITS = (("GB", GB), ("MB", 1e6), ("kB", 1e3))
@@ -39,7 +39,7 @@ class Report:
     each engine slot.
     """
 
-    request: Request
+    request: SyncRequest
     account: Account
     bytes: dict[str, Spread]
     links: Mapping[str, int]
@@ -69,7 +69,7 @@ class Report:
         return self.bytes["moved"].total == 0
 
 
-def make_report(request: Request) -> Report:
+def make_report(request: SyncRequest) -> Report:
     """Account for the sync that the request describes. Raises ReshardError where it cannot be planned."""
     found = account(
         request.table, request.trainers, tp=request.tp, ep=request.ep, replicas=request.replicas,
@@ -95,7 +95,7 @@ def make_report(request: Request) -> Report:
     return Report(request, found, sizes, links, _seconds(request, found, full), _memory(request, found))
 
 
-def _seconds(request: Request, found: Account, full: Mapping[int, int]) -> dict[str, float]:
+def _seconds(request: SyncRequest, found: Account, full: Mapping[int, int]) -> dict[str, float]:
     """Expected seconds of the busiest process: what it sends or receives, whichever is more, in its node and outside
     one after the other, and local copies (one read, one write) at the speed of memory.
     """
@@ -121,7 +121,7 @@ def _seconds(request: Request, found: Account, full: Mapping[int, int]) -> dict[
     return {"links": links, "local copies": 2 * item * max(loads.local.values()) / memory, "full gather": gather}
 
 
-def _memory(request: Request, found: Account) -> dict[str, dict[str, float]]:
+def _memory(request: SyncRequest, found: Account) -> dict[str, dict[str, float]]:
     """Bytes of the fullest GPU by phase, nothing offloaded or shared. Gradients are float32; the optimizer holds 12
     bytes a number, dealt over all trainer processes."""
     loads, item, world = found.loads, ITEM_SIZES[request.dtype], request.trainers.topology.world

@@ -35,7 +35,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Request:
+class SyncRequest:
     """A checked question: everything that the accounting needs.
 
     axes: sizes of train.tp, pp, vpp, cp, ep, etp and dp. tp, ep, replicas: of the engines (shards.EngineLayout).
@@ -160,7 +160,7 @@ def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
     return config.model.path, found
 
 
-def request(model: str, values: Mapping[str, Any]) -> Request:
+def request(model: str, values: Mapping[str, Any]) -> SyncRequest:
     """The question that a model and values of KEYS ask. Raises ConfigError with every fault."""
     table = table_of(model)
     colocated = values.get("placement", PLACEMENTS[0]) == PLACEMENTS[0]
@@ -188,7 +188,7 @@ def request(model: str, values: Mapping[str, Any]) -> Request:
         tp=axes["tp"], cp=axes["cp"], pp=axes["pp"], ep=axes["ep"], etp=axes["etp"],
     )  # fmt: skip
     machine = replace(Machine(), **{key: float(values[key]) for key in MACHINE_KEYS if key in values})
-    return Request(
+    return SyncRequest(
         model, table, Trainers(topology, stages), {**axes, "dp": dp}, tp, ep, replicas, colocated,
         int(values.get("gpus_per_node", 8)), values.get("dtype", "bfloat16"), machine, bool(values.get("ascending", 0)),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.environment import free_port, port_in_use, rank_environment, worker_environment
-from megatron_rl.cluster.resources import Placement, plan_placement, require_room, resolve_device
+from megatron_rl.cluster.resources import RankPlacement, plan_placement, require_room, resolve_device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError, DataError
@@ -100,7 +100,7 @@ def test_a_layout_of_another_size_is_refused():
 
 def test_placement_packs_one_node_by_rank_and_several_by_node():
     one = plan_placement(ClusterConfig(n_gpus_per_node=2, num_cpus_per_rank=0.5), "cpu")
-    assert one == Placement("STRICT_PACK", ({"CPU": 0.5}, {"CPU": 0.5}), (0, 1), {"CPU": 0.5})
+    assert one == RankPlacement("STRICT_PACK", ({"CPU": 0.5}, {"CPU": 0.5}), (0, 1), {"CPU": 0.5})
     two = plan_placement(ClusterConfig(nnodes=2, n_gpus_per_node=4, num_cpus_per_rank=2.0), "cuda")
     assert two.strategy == "PACK" and two.bundles == ({"CPU": 8.0, "GPU": 4.0},) * 2
     assert two.bundle_of_rank == (0, 0, 0, 0, 1, 1, 1, 1) and two.world == 8

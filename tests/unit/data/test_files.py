@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.data.files import BadRow, Row, read_rows, refuse_bad_rows
+from megatron_rl.data.files import BadRow, DataRow, read_rows, refuse_bad_rows
 from megatron_rl.errors import DataError
 from tests.helpers.data import ROOT, write_jsonl, write_parquet
 
@@ -163,7 +163,7 @@ def test_bad_jsonl_lines_are_all_counted_with_their_line(tmp_path: Path):
 
 
 def test_ten_bad_rows_are_shown_and_the_rest_counted():
-    bad = [(Row("a.jsonl", number, {}), "no prompt") for number in range(1, 24)]
+    bad = [(DataRow("a.jsonl", number, {}), "no prompt") for number in range(1, 24)]
     with pytest.raises(DataError) as error:
         refuse_bad_rows(bad, 100, WHAT)
     text = str(error.value)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data import tokenized
-from megatron_rl.data.files import Row
+from megatron_rl.data.files import DataRow
 from megatron_rl.data.prompts import PromptSet, load_prompts, render_prompt
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import load_sft
@@ -36,7 +36,7 @@ def sums(count: int, first: int = 0) -> list[dict[str, Any]]:
 def test_several_processes_give_what_one_gives(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tokenized, "LEAST_ROWS", 10)
     values = [*sums(29), {"prompt": 3}, {"prompt": "4\u00e9="}, *sums(10)]
-    rows = [Row("a.jsonl", number, row) for number, row in enumerate(values, start=1)]
+    rows = [DataRow("a.jsonl", number, row) for number, row in enumerate(values, start=1)]
     found = render_rows(config(num_workers=2), rows, renderer, render_prompt)
     assert found == render_rows(config(), rows, renderer, render_prompt)
     assert [row.fault is None for row in found.rows] == [True] * 29 + [False] * 2 + [True] * 10

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.checks.reward import plan_rewards
-from megatron_rl.config.checks.reward_terms import Constant, First, Reward, Sum, Term, parse_reward
+from megatron_rl.config.checks.reward_terms import ConstantTerm, First, Reward, Sum, Term, parse_reward
 from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.rewards.base import Chosen, RewardResult, RewardSample, number_of
@@ -40,13 +40,13 @@ def ok(value: float, **extra: float) -> RewardResult:
     ("text", "term"),
     [
         ("a", A),
-        ("a | b | 0", First((A, B, Constant(0.0)))),
+        ("a | b | 0", First((A, B, ConstantTerm(0.0)))),
         ("a + 0.5 * b", Sum(((1.0, A), (0.5, B)))),
         ("a - b*2", Sum(((1.0, A), (-2.0, B)))),
         ("-0.5*a", Sum(((-0.5, A),))),
         ("a | b + c", First((A, Sum(((1.0, B), (1.0, C)))))),
         ("2 * (a + b)", Sum(((2.0, A), (2.0, B)))),
-        ("0.5 * (a | b) + 1e-1", Sum(((0.5, First((A, B))), (1.0, Constant(0.1))))),
+        ("0.5 * (a | b) + 1e-1", Sum(((0.5, First((A, B))), (1.0, ConstantTerm(0.1))))),
         ("my-rewards/v1.2/x.py:fn", Reward("my-rewards/v1.2/x.py:fn")),
         (
             "'my rewards/x.py:fn' | package.module:fn",
@@ -60,8 +60,8 @@ def test_a_composition_is_read_as_python_reads_it(text: str, term: Term):
 
 def test_python_builds_the_same_compositions():
     assert parse_reward("a | b | 0") == A | B | 0
-    assert Sum(((1.0, A), (0.5, B), (-1.0, Constant(0.1)))) == A + 0.5 * B - 0.1
-    assert parse_reward("2 * (a + b)") == 2 * (A + B) and Sum(((1.0, Constant(1.0)), (1.0, A))) == 1 + A
+    assert Sum(((1.0, A), (0.5, B), (-1.0, ConstantTerm(0.1)))) == A + 0.5 * B - 0.1
+    assert parse_reward("2 * (a + b)") == 2 * (A + B) and Sum(((1.0, ConstantTerm(1.0)), (1.0, A))) == 1 + A
     assert reward("math", strict=True) == Reward("math", {"strict": True})
     assert reward(samples).spec == f"{__name__}:samples"
     with pytest.raises(RewardError, match="define it at the top of a module"):

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.errors import RewardError
 from megatron_rl.rewards.base import RewardResult, RewardSample
-from megatron_rl.rewards.pool import RewardPool, Rule
+from megatron_rl.rewards.pool import RewardPool, RewardRule
 from megatron_rl.rewards.processes import MARK, end_marked, marked
 from tests.helpers.data import ROOT
 
@@ -340,7 +340,7 @@ BATCH = """
 def test_a_batch_reward_sees_the_whole_batch_in_one_call(tmp_path: Path):
     path = tmp_path / "batch.py"
     path.write_text(textwrap.dedent(BATCH))
-    rules = [Rule(f"{path}:Rank", {"step": 0.5}), Rule(f"{path}:compute_score", {"offset": 1})]
+    rules = [RewardRule(f"{path}:Rank", {"step": 0.5}), RewardRule(f"{path}:compute_score", {"offset": 1})]
     with RewardPool(rules, num_workers=2) as pool:
         assert values(pool.score(samples(*["x"] * 100))) == [0.5 * number for number in range(100)]
         answers = pool.score(samples("ab", "skip"), reward=1)

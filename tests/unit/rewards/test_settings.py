@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.config.checks.reward import RewardPlan
-from megatron_rl.config.checks.reward_terms import LARGEST_SCORE, Constant, Reward, Term
+from megatron_rl.config.checks.reward_terms import LARGEST_SCORE, ConstantTerm, Reward, Term
 from megatron_rl.config.sections.reward import JudgeConfig, RewardConfig, RewardModelConfig
 from megatron_rl.errors import RewardError
 from megatron_rl.experience.scoring import require_scores
@@ -110,8 +110,8 @@ def scored_by(value: float) -> Any:
         (1e308 * Reward("a") + 1e308 * Reward("b"), 1.0, "the reward gave inf"),
         (1e308 * Reward("a") - 1e308 * Reward("b"), 10.0, "the reward gave nan"),
         (1e6 * Reward("a"), 1e7, "the reward gave 10000000000000.0 -- return a number of at most 1e+12"),
-        (Reward("a") | Constant(math.inf), math.inf, "a gave inf"),
-        (Constant(math.nan), 0.0, "the reward gave nan"),
+        (Reward("a") | ConstantTerm(math.inf), math.inf, "a gave inf"),
+        (ConstantTerm(math.nan), 0.0, "the reward gave nan"),
         (0.0 * Reward("a") + 1.0, math.inf, "a gave inf"),
     ],
 )
@@ -179,7 +179,7 @@ def test_scores_of_the_section_may_be_negative(tmp_path: Path):
 
 
 def test_a_plan_made_in_python_is_checked_as_it_is_scored():
-    plan = RewardPlan(Constant(1e40), {})
+    plan = RewardPlan(ConstantTerm(1e40), {})
     (result,) = score_by_source(plan.default, plan.by_source, SAMPLES[:1], scored_by(1.0), 0.0)
     assert result.failed is not None
     assert RewardConfig().failed_score == 0.0
