@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from typing import assert_type
 
 import pytest
 
@@ -196,7 +197,12 @@ class Composed:
 def test_a_component_is_called_by_its_own_class():
     with start_group(Composed, ("hey",), INLINE, RankGrid.flat(1), "cpu") as group:
         assert group.each_dp(Worker.shout, ["you"]) == ["hey you!"]
-        assert (group.rank0(Composed.add, 2), group.all(Composed.add, number=3)) == (2, [5])
+        # A type checker sees a method's own types through the group.
+        first, every = group.rank0(Composed.add, 2), group.all(Composed.add, number=3)
+        assert_type(first, int)
+        assert_type(every, list[int])
+        assert_type(group.each_dp(Worker.shout, ["you"]), list[str])
+        assert (first, every) == (2, [5])
         assert group.last_seconds.keys() == {"inner.shout", "add"}
         with pytest.raises(DataError) as caught:
             group.all(Worker.fail)
