@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 from megatron_rl.cluster import stop
 from megatron_rl.config.checks.folders import ROOT_KEY
@@ -40,7 +40,10 @@ RECORD_FILE = "run.json"
 
 
 def run(
-    cfg: RunConfig, make_trainer: Callable[[RunConfig], LoopTrainer[StepT]], loop: Loop[StepT] = synchronous
+    cfg: RunConfig,
+    make_trainer: Callable[[RunConfig], LoopTrainer[StepT]],
+    loop: Loop[StepT] = synchronous,
+    saved: Mapping[str, Any] | None = None,
 ) -> None:
     """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl,
     rollouts.jsonl, curves.png, final/.
@@ -48,7 +51,7 @@ def run(
     Everything that is refused is found before the folder changes: an earlier run in it stays as it was. A signal that
     asks the run to end (cluster/stop.py) has it save first; then Stopped is raised, which says where.
 
-    make_trainer: builds a trainer, which this starts and closes.
+    make_trainer: builds a trainer, which this starts and closes. saved: a RunState to go on from.
     """
     setup_logging("controller")
     record = run_record()
@@ -66,7 +69,7 @@ def run(
                 trainer.start()
             for line in trainer.summary():
                 progress.say(line)
-            _Run(cfg, trainer, folder, progress, record, loop).train()
+            _Run(cfg, trainer, folder, progress, record, loop, saved).train()
         finally:
             trainer.close()
         _draw_curves(cfg, folder.path)
@@ -86,6 +89,7 @@ class _Run(Generic[StepT]):
         progress: Progress,
         record: Mapping[str, object],
         loop: Loop[StepT],
+        saved: Mapping[str, Any] | None,
     ) -> None:
         """record: what run.json shall hold."""
         self._record, self._loop = record, loop
@@ -96,6 +100,8 @@ class _Run(Generic[StepT]):
         self._start = time.perf_counter()
         self._buffer: RolloutBuffer[StepT] = RolloutBuffer(max_staleness=0)
         self._state = RunState({**trainer.stateful(), "buffer": self._buffer})
+        if saved is not None:
+            self._state.restore(saved)
         self._first = self._state.step + 1
         self._saved: Path | None = None
         """The newest save, where it holds the weights of the last step."""
@@ -109,7 +115,7 @@ class _Run(Generic[StepT]):
         gc.freeze()
         trainer_cfg = self._cfg.trainer
         try:
-            found = self._validated(0) if trainer_cfg.val_before_train and trainer_cfg.test_freq != 0 else {}
+            found = self._validated(0) if self._validates_first() else {}
             self._begin()
             self._note_validation(0, {}, found)
             self._start = time.perf_counter()
@@ -128,6 +134,10 @@ class _Run(Generic[StepT]):
             if self._unwritten is not None:
                 self._sinks.write(*self._unwritten)
             self._sinks.close()
+
+    def _validates_first(self) -> bool:
+        trainer = self._cfg.trainer
+        return trainer.val_before_train and trainer.test_freq != 0 and self._state.step == 0
 
     def _save_and_say(self) -> str:
         """Save what is not saved yet, as the weights of the last step that is complete; what became of them."""

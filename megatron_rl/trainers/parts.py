@@ -66,7 +66,7 @@ class RunData(Generic[Item]):
         self.train: DataSet[Item] | None = None
         """None until `read`, and in an evaluation, which has no training files."""
         self.val: DataSet[Item] | None = None
-        self._stream: Stream | MixedStream | None = None
+        self.stream: Stream | MixedStream | None = None
 
     def read(self, renderer: Renderer) -> None:
         """Read all files, so that bad input costs seconds: before any worker starts."""
@@ -74,15 +74,15 @@ class RunData(Generic[Item]):
         if data.train_files:
             self.train = self._load(data, data.train_files, renderer)
             sources = [item.data_source for item in self.train.items]
-            self._stream = open_stream(data, sources, self._cfg.trainer.seed)
+            self.stream = open_stream(data, sources, self._cfg.trainer.seed)
         if data.val_files:
             self.val = self._load(data, data.val_files, renderer, validation=True)
 
     def next(self) -> list[Item]:
         """The next data.train_batch_size training items."""
-        if self.train is None or self._stream is None:
+        if self.train is None or self.stream is None:
             raise FlowError("there is no training data -- call the trainer's start() first, and give data.train_files")
-        return [self.train.items[i] for i in self._stream.next()]
+        return [self.train.items[i] for i in self.stream.next()]
 
     @property
     def sets(self) -> dict[str, DataSet[Item]]:
@@ -101,12 +101,12 @@ class RunData(Generic[Item]):
 
     def state(self) -> dict[str, Any]:
         """The position in the training data."""
-        return {} if self._stream is None else self._stream.state()
+        return {} if self.stream is None else self.stream.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there, once the data is read. Raises DataError if the order of the rows would differ."""
-        if self._stream is not None:
-            self._stream.restore(dict(state))
+        if self.stream is not None:
+            self.stream.restore(dict(state))
 
 
 class Parts:
