@@ -229,7 +229,8 @@ def rope_entries(content: Mapping[str, Any]) -> dict[str, object]:
     One of them is None where the file has none.
     """
     names = ("rope_scaling", "rope_parameters")
-    return {name: content[name] for name in names if content.get(name)} or {names[1]: content.get(names[1])}
+    given = {name: content[name] for name in names if content.get(name) not in (None, {})}
+    return given or {names[1]: None}
 
 
 def _odd_switches(content: Mapping[str, Any], where: str) -> list[Fault]:
