@@ -24,8 +24,8 @@ from megatron_rl.workers.train import TrainWorker
 
 
 def engine_order(cfg: RunConfig, shape: ModelShape, topology: Topology) -> tuple[int, ...]:
-    """The rank of each engine slot (slot s: part s % tp of engine s // tp), so that what the actor's shards on a rank
-    cover of its engine's part is most. Engines stay within as few nodes as they can.
+    """The rank of each engine slot (slot s is tensor-parallel rank s % tp of engine s // tp), chosen so that each
+    rank's actor shard overlaps its engine shard as much as possible. An engine spans as few nodes as it can.
     """
     tp, ranks = cfg.rollout.tp, tuple(range(topology.world))
     if tp == 1:

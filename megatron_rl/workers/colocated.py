@@ -114,12 +114,12 @@ def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: Engi
 def start_engine(
     cfg: RunConfig, actor: TrainedModel, memory: RankMemory, layout: EngineLayout, *, device: str, rank: int
 ) -> tuple[RolloutEngine, WeightPublisher]:
-    """Build this rank's engine, on the actor's memory where it can be, and what fills the rest. All ranks call it.
+    """Build this rank's engine and its publisher. All ranks call it. Parameters that trainer and engine store alike
+    share memory if the config allows it; the publisher writes the others.
 
-    memory: of this process; the publisher returns the actor's part of it before the engine takes its KV cache.
-
-    Raises ReshardError where the engine's parameters are not those of the model's table, by name, or are another rank's
-    part; RolloutError where the engine cannot be built.
+    memory: of this process. The publisher moves the actor out of it before the engine takes its KV cache.
+    Raises ReshardError if the engine's parameters are not those of the model's table, or another rank's; RolloutError
+    if the engine cannot be built.
     """
     from megatron_rl.mcore import shards
 
