@@ -20,7 +20,7 @@ from megatron_rl.config.checks.table import Verb
 from megatron_rl.config.checks.unused import idle_settings
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, settings_of, to_dict
 from megatron_rl.config.run import RunConfig
-from megatron_rl.config.tables import Row, batch_table, format_table, layout_table
+from megatron_rl.config.tables import TableRow, batch_table, format_table, layout_table
 from megatron_rl.config.text.foreign import foreign_arguments
 from megatron_rl.config.text.keys import as_markdown, find_keys, near_words
 from megatron_rl.config.text.keys import as_text as list_of_keys
@@ -272,7 +272,7 @@ def _look_at_data(cfg: RunConfig, color: bool | None) -> tuple[list[str], list[s
 
 
 def _as_json(
-    resolved: Resolved, batch: list[Row], layout: list[Row], idle: list[dict[str, object]]
+    resolved: Resolved, batch: list[TableRow], layout: list[TableRow], idle: list[dict[str, object]]
 ) -> dict[str, object]:
     keys = [
         {"key": key.name, "value": value, "default": key.default, "doc": key.doc}

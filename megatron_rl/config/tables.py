@@ -16,10 +16,10 @@ SHORTEST_SEQUENCE = 2
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of a table. least: the value at its smallest where it varies, else None.
 
-    Example: Row("micro-batches of a rank", 4, least=1, how="...") shows as "1 to 4".
+    Example: TableRow("micro-batches of a rank", 4, least=1, how="...") shows as "1 to 4".
     """
 
     name: str
@@ -42,21 +42,21 @@ def micro_batches(cfg: RunConfig, sequences: int, length: int) -> int:
     return -(-sequences // per_pass)
 
 
-def batch_table(cfg: RunConfig) -> list[Row]:
+def batch_table(cfg: RunConfig) -> list[TableRow]:
     """One training step: prompts x n -> sequences -> mini-batches -> micro-batches of a rank."""
     batch, mini, samples = cfg.data.train_batch_size, cfg.mini_batch_size, cfg.samples_per_prompt
     sequences, longest = mini * samples, cfg.max_sequence_length
     updates = cfg.updates_per_step
     least, most = sequences // cfg.dp_size, -(-sequences // cfg.dp_size)
     noun = "prompts" if cfg.needs.rollouts else "rows"
-    rows = [Row(f"{noun} of a step", batch, "data.train_batch_size")]
+    rows = [TableRow(f"{noun} of a step", batch, "data.train_batch_size")]
     if cfg.needs.rollouts:
         rows += [
-            Row("samples of a prompt", samples, "rollout.n"),
-            Row("sequences of a step", batch * samples, f"{batch} prompts * {samples}"),
+            TableRow("samples of a prompt", samples, "rollout.n"),
+            TableRow("sequences of a step", batch * samples, f"{batch} prompts * {samples}"),
         ]
     rows.append(
-        Row(
+        TableRow(
             "tokens of a sequence",
             longest,
             "at most max_prompt_length + max_response_length",
@@ -65,20 +65,20 @@ def batch_table(cfg: RunConfig) -> list[Row]:
     )
     if cfg.needs.rollouts:
         rows += [
-            Row("prompts of a mini-batch", mini, "actor.ppo_mini_batch_size, or all prompts of the step"),
-            Row("sequences of a mini-batch", sequences, f"{mini} prompts * {samples}"),
-            Row("mini-batches of a step", batch // mini, f"{batch} / {mini} prompts"),
+            TableRow("prompts of a mini-batch", mini, "actor.ppo_mini_batch_size, or all prompts of the step"),
+            TableRow("sequences of a mini-batch", sequences, f"{mini} prompts * {samples}"),
+            TableRow("mini-batches of a step", batch // mini, f"{batch} / {mini} prompts"),
         ]
     passes = f" * {cfg.actor.ppo_epochs} ppo_epochs" if cfg.needs.rollouts else ""
     rows += [
-        Row("optimizer updates of a step", updates, f"{batch // mini}{passes}"),
-        Row(
+        TableRow("optimizer updates of a step", updates, f"{batch // mini}{passes}"),
+        TableRow(
             "sequences of a rank per update",
             most,
             f"{sequences} / dp {cfg.dp_size}, balanced by tokens",
             least,
         ),
-        Row(
+        TableRow(
             "micro-batches of a rank per update",
             micro_batches(cfg, most, longest),
             _budget(cfg) + "; all sequences at their shortest, to all at their longest",
@@ -89,18 +89,18 @@ def batch_table(cfg: RunConfig) -> list[Row]:
         steps = cfg.trainer.total_training_steps
         # While the critic warms up the actor rests.
         steps -= cfg.trainer.critic_warmup if cfg.critic.enable else 0
-        rows.append(Row("optimizer updates of the run", steps * updates, f"{steps} steps * {updates}"))
+        rows.append(TableRow("optimizer updates of the run", steps * updates, f"{steps} steps * {updates}"))
     return [*rows, *_critic_rows(cfg)]
 
 
-def _critic_rows(cfg: RunConfig) -> list[Row]:
+def _critic_rows(cfg: RunConfig) -> list[TableRow]:
     """The critic's own updates; none where it has no transformer of its own."""
     if not cfg.critic.enable or cfg.critic.share_backbone:
         return []
     training, batch = cfg.critic_training, cfg.data.train_batch_size
     num_minis = batch // training.mini_batch_size
     how = f"{num_minis} mini-batches of {training.mini_batch_size} prompts * {training.epochs} ppo_epochs"
-    return [Row("critic's updates of a step", cfg.critic_updates_per_step, how)]
+    return [TableRow("critic's updates of a step", cfg.critic_updates_per_step, how)]
 
 
 def _budget(cfg: RunConfig) -> str:
@@ -109,48 +109,48 @@ def _budget(cfg: RunConfig) -> str:
     return f"at most {cfg.max_tokens_per_pass} tokens{sequences} each"
 
 
-def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[Row]:
+def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[TableRow]:
     """Ranks and what each holds. shape: adds the model's parts."""
     actor, cluster = cfg.actor, cfg.cluster
     rows = [
-        Row(
+        TableRow(
             "ranks",
             cfg.world_size,
             f"cluster.nnodes {cluster.nnodes} * n_gpus_per_node {cluster.n_gpus_per_node}, {cluster.backend}",
         ),
-        Row("tensor parallel (tp)", actor.tp, "actor.tp"),
-        Row("pipeline parallel (pp)", actor.pp, "actor.pp"),
-        Row("context parallel (cp)", actor.cp, "actor.cp"),
-        Row("data parallel (dp)", cfg.dp_size, "ranks / (tp * pp * cp)"),
+        TableRow("tensor parallel (tp)", actor.tp, "actor.tp"),
+        TableRow("pipeline parallel (pp)", actor.pp, "actor.pp"),
+        TableRow("context parallel (cp)", actor.cp, "actor.cp"),
+        TableRow("data parallel (dp)", cfg.dp_size, "ranks / (tp * pp * cp)"),
     ]
     if cfg.needs.rollouts:
         engines = cfg.world_size // cfg.rollout.tp
         each = f"{cfg.rollout.tp} rank{'s' if cfg.rollout.tp > 1 else ''} each"
-        rows.append(Row("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))
+        rows.append(TableRow("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))
         reference = cfg.ref.path or "the actor's starting weights"
         rows.append(
-            Row(
+            TableRow(
                 "reference model",
                 int(cfg.needs_reference),
                 reference if cfg.needs_reference else "no KL term",
             )
         )
-        rows += [Row("critic", 1, _critic(cfg))] if cfg.critic.enable else []
+        rows += [TableRow("critic", 1, _critic(cfg))] if cfg.critic.enable else []
     if shape is not None:
         rows += [
-            Row(
+            TableRow(
                 "parameters",
                 f"{num_parameters(shape, FAMILIES[shape.architecture]):,}",
                 f"{shape.architecture}, {cfg.model.dtype}",
             ),
-            Row("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
-            Row("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
+            TableRow("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
+            TableRow("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
         ]
         rows += [_critic_parameters(cfg, shape)] if cfg.critic.enable else []
         rows += _expert_rows(cfg, shape) if shape.num_experts else []
         parts, axis = (actor.expert_tp, "etp") if shape.num_experts else (actor.tp, "tp")
         columns = "columns of an expert on a rank" if shape.num_experts else "MLP columns of a rank"
-        rows.append(Row(columns, shape.ffn_size // parts, f"{shape.ffn_size} / {axis} {parts}"))
+        rows.append(TableRow(columns, shape.ffn_size // parts, f"{shape.ffn_size} / {axis} {parts}"))
     return rows
 
 
@@ -161,7 +161,7 @@ def _critic(cfg: RunConfig) -> str:
     return f"a model of its own, split as the actor is; starts from {start}"
 
 
-def _critic_parameters(cfg: RunConfig, actor: ModelShape) -> Row:
+def _critic_parameters(cfg: RunConfig, actor: ModelShape) -> TableRow:
     """What the critic adds to the actor, and the memory of it over the ranks that hold one copy."""
     shape = inspect_critic(cfg.critic.path)[0] if cfg.critic.path else actor
     shape = actor if shape is None else shape
@@ -173,21 +173,21 @@ def _critic_parameters(cfg: RunConfig, actor: ModelShape) -> Row:
     # Weights, float32 gradients, AdamW's two means; float32 masters of half-precision weights.
     each = 16 if cfg.model.dtype == "float32" else 18
     how = f"{each} bytes each with gradients and AdamW: {count * each / 1e6:,.3f} MB a copy"
-    return Row("critic's parameters", f"{count:,}", how)
+    return TableRow("critic's parameters", f"{count:,}", how)
 
 
-def _expert_rows(cfg: RunConfig, shape: ModelShape) -> list[Row]:
+def _expert_rows(cfg: RunConfig, shape: ModelShape) -> list[TableRow]:
     actor = cfg.actor
     replicas = cfg.world_size // (actor.expert_tp * actor.ep * actor.pp)
     return [
-        Row("expert parallel (ep)", actor.ep, "actor.ep"),
-        Row("expert tensor parallel (etp)", actor.expert_tp, "actor.etp, or 1 with ep above 1, or tp"),
-        Row("copies of each expert", replicas, "ranks / (etp * ep * pp)"),
-        Row("experts of a rank in a layer", shape.num_experts // actor.ep, f"{shape.num_experts} / ep {actor.ep}"),
+        TableRow("expert parallel (ep)", actor.ep, "actor.ep"),
+        TableRow("expert tensor parallel (etp)", actor.expert_tp, "actor.etp, or 1 with ep above 1, or tp"),
+        TableRow("copies of each expert", replicas, "ranks / (etp * ep * pp)"),
+        TableRow("experts of a rank in a layer", shape.num_experts // actor.ep, f"{shape.num_experts} / ep {actor.ep}"),
     ]
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[TableRow]) -> str:
     """Rows as aligned text, one line each."""
     names, values = max(len(row.name) for row in rows), max(len(row.shown) for row in rows)
     return "\n".join(f"  {row.name:<{names}}  {row.shown:>{values}}  {row.how}" for row in rows)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.engines import ENGINES
-from megatron_rl.errors import RolloutError
+from megatron_rl.errors import Fault, RolloutError
 from megatron_rl.types import Samples
 
 
@@ -150,8 +150,8 @@ def check_requests(
         raise RolloutError("generate before the first update of weights: the engine's are not the trainer's yet")
     if sampling.stop and not ENGINES[settings.name].stop_texts:
         able = " or ".join(name for name, engine in ENGINES.items() if engine.stop_texts)
-        reason = f"the engine {settings.name} sees no text"
-        raise RolloutError(f"rollout.stop: {sampling.stop} -- {reason} -- stop at a special token, or use {able}")
+        cure = f"stop at a special token, or use {able}"
+        raise _refused("rollout.stop", list(sampling.stop), f"the engine {settings.name} sees no text", cure)
     for i, request in enumerate(requests):
         if not request.token_ids:
             raise RolloutError(f"request {i} has an empty prompt; a model needs at least one token to go on from")
@@ -189,6 +189,10 @@ def whole_update(
         raise RolloutError(f"update_weights: no value for {shown}; copy the whole model to {model_path}")
 
 
+def _refused(key: str, value: object, reason: str, cure: str) -> RolloutError:
+    return RolloutError(str(Fault(key, value, reason, cure)))
+
+
 def make_engine(settings: EngineSettings, shared: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
     """Build the engine that settings.name says (megatron_rl/engines). Raises RolloutError if it cannot be built so.
 
@@ -197,12 +201,11 @@ def make_engine(settings: EngineSettings, shared: Mapping[str, torch.Tensor] | N
     """
     engine = ENGINES.get(settings.name)
     if engine is None:
-        raise RolloutError(f"rollout.name: {settings.name!r} -- there is no such engine -- use {', '.join(ENGINES)}")
+        raise _refused("rollout.name", settings.name, "there is no such engine", f"use {', '.join(ENGINES)}")
     if len(settings.ranks) > 1 and not engine.multi_rank:
-        raise RolloutError(f"rollout.tp: {len(settings.ranks)} -- the engine {engine.name} runs on one rank -- set 1")
+        raise _refused("rollout.tp", len(settings.ranks), f"the engine {engine.name} runs on one rank", "set it to 1")
     if shared and not engine.shares_weights:
-        reason = f"the engine {engine.name} has weights of its own"
-        raise RolloutError(f"rollout.share_weights: true -- {reason} -- set it to false")
+        raise _refused("rollout.share_weights", True, f"the engine {engine.name} cannot share", "set it to false")
     module, _, name = engine.implementation.partition(":")
     build: Callable[..., RolloutEngine] = getattr(import_module(module), name)
     return build(settings, shared or {}) if engine.shares_weights else build(settings)

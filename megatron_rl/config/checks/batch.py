@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.checks.model import Models
+from megatron_rl.config.checks.model import ModelShapes
 from megatron_rl.config.checks.words import divisors, listed, longest_sequence
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
@@ -48,7 +48,7 @@ def token_budget(cfg: RunConfig) -> list[Fault]:
     return [Fault("actor.max_tokens_per_gpu", cfg.actor.max_tokens_per_gpu, reason, cure)]
 
 
-def positions(cfg: RunConfig, models: Models) -> list[Fault]:
+def positions(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The longest sequence lies within the positions that the model knows."""
     shape, longest = models.actor(cfg), cfg.max_sequence_length
     if shape is None or longest <= shape.max_position_embeddings:

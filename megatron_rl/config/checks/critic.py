@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.config.checks.model import Models, weight_files
+from megatron_rl.config.checks.model import ModelShapes, weight_files
 from megatron_rl.config.checks.words import divisors, listed
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
@@ -123,7 +123,7 @@ def critic_warmup(cfg: RunConfig) -> list[Fault]:
     return [Fault("trainer.critic_warmup", warmup, reason, f"use less than {steps}")]
 
 
-def critic_files(cfg: RunConfig, models: Models) -> list[Fault]:
+def critic_files(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """critic.path holds a supported model, whole, that knows the actor's vocabulary and fits its layout."""
     path, actor = cfg.critic.path, cfg.actor
     if not cfg.critic.enable or path is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_rl.config.checks.model import Models
+from megatron_rl.config.checks.model import ModelShapes
 from megatron_rl.config.checks.words import divisors, listed, longest_sequence, ranks
 from megatron_rl.config.run import RunConfig
 from megatron_rl.engines import ENGINES, Engine
@@ -57,7 +57,7 @@ def engine_keywords(cfg: RunConfig) -> list[Fault]:
     return faults
 
 
-def engine_parallel(cfg: RunConfig, models: Models) -> list[Fault]:
+def engine_parallel(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """An engine that fuses and pads parameters can split the model over its ranks."""
     shape = models.actor(cfg)
     tp = cfg.rollout.tp
@@ -74,7 +74,7 @@ def engine_parallel(cfg: RunConfig, models: Models) -> list[Fault]:
     return [Fault("rollout.tp", tp, reason, f"use {listed(fitting)}")]
 
 
-def head_dim(cfg: RunConfig, models: Models) -> list[Fault]:
+def head_dim(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The engine has attention kernels for the model's heads, and reads their size."""
     shape, engine = models.actor(cfg), cfg.engine
     if shape is None or not cfg.needs.rollouts:
@@ -94,7 +94,7 @@ def head_dim(cfg: RunConfig, models: Models) -> list[Fault]:
     return [Fault("model.path", cfg.model.path, reason, cure)]
 
 
-def engine_positions(cfg: RunConfig, models: Models) -> list[Fault]:
+def engine_positions(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The engine is not asked for more positions than the model knows."""
     shape, longest = models.actor(cfg), cfg.rollout.max_model_len
     if shape is None or longest is None or not cfg.needs.rollouts or longest <= shape.max_position_embeddings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.checks.model import Models
+from megatron_rl.config.checks.model import ModelShapes
 from megatron_rl.config.checks.words import divisors, listed, ranks
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
@@ -130,7 +130,7 @@ def ray_address(cfg: RunConfig) -> list[Fault]:
     return [Fault("cluster.ray_port", cluster.ray_port, reason, "leave one of the two out")]
 
 
-def tensor_parallel(cfg: RunConfig, models: Models) -> list[Fault]:
+def tensor_parallel(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """Tensor-parallel ranks get equal parts of the model."""
     shape = models.actor(cfg)
     tp = cfg.actor.tp
@@ -146,7 +146,7 @@ def tensor_parallel(cfg: RunConfig, models: Models) -> list[Fault]:
     return [Fault("actor.tp", tp, reason, f"use {listed(shape.tp_choices())}")]
 
 
-def pipeline_stages(cfg: RunConfig, models: Models) -> list[Fault]:
+def pipeline_stages(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The layers can be placed on the stages and their chunks."""
     shape, actor = models.actor(cfg), cfg.actor
     if shape is None:
@@ -162,7 +162,7 @@ def pipeline_stages(cfg: RunConfig, models: Models) -> list[Fault]:
     return []
 
 
-def experts(cfg: RunConfig, models: Models) -> list[Fault]:
+def experts(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """Expert-parallel ranks get equal parts of the experts, and tensor-parallel ranks different tokens for them."""
     shape, actor = models.actor(cfg), cfg.actor
     if shape is None:

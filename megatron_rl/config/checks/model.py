@@ -14,7 +14,7 @@ from megatron_rl.models.config_json import inspect_model
 from megatron_rl.models.shape import ModelShape
 
 
-class Models:
+class ModelShapes:
     """The models that a run names: each config.json is read once, whichever checks ask for it."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Models:
         return self.inspect(cfg.model.path, "model.path")[0]
 
 
-def model(cfg: RunConfig, models: Models) -> list[Fault]:
+def model(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The model's folder describes a model that is supported."""
     return models.inspect(cfg.model.path, "model.path")[1]
 
@@ -87,7 +87,7 @@ def tokenizer(cfg: RunConfig) -> list[Fault]:
     return [Fault(key, folder, "the folder has no tokenizer.json", cure)]
 
 
-def vocabulary(cfg: RunConfig, models: Models) -> list[Fault]:
+def vocabulary(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The tokenizer's tokens are tokens of the model."""
     shape, own = models.actor(cfg), cfg.model.tokenizer_path
     if shape is None:
@@ -106,7 +106,7 @@ def unused_reference(cfg: RunConfig) -> list[Fault]:
     return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or turn one of the two on in a GRPO run")]
 
 
-def reference(cfg: RunConfig, models: Models) -> list[Fault]:
+def reference(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The reference model has the actor's shape and all its weights."""
     path = cfg.ref.path
     if path is None or not cfg.needs_reference:

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Formatter
 from typing import cast
 
-from megatron_rl.config.checks.model import Models
+from megatron_rl.config.checks.model import ModelShapes
 from megatron_rl.config.checks.reward_files import reward_file
 from megatron_rl.config.checks.reward_terms import (
     LARGEST_SCORE,
@@ -195,7 +195,7 @@ def reward_model(cfg: RunConfig) -> list[Fault]:
     return [] if plan is None else _model_faults(cfg.reward.model, plan.uses("model"))
 
 
-def judge(cfg: RunConfig, models: Models) -> list[Fault]:
+def judge(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The judge has what it needs if a reward names it, and is not set if none does."""
     plan = plan_rewards(cfg.reward)[0] if cfg.needs.rewards else None
     return [] if plan is None else _judge_faults(cfg.reward.judge, plan.uses("judge"), models)
@@ -268,7 +268,7 @@ def _model_faults(model: RewardModelConfig, used: bool) -> list[Fault]:
     return faults
 
 
-def _judge_faults(judge: JudgeConfig, used: bool, models: Models) -> list[Fault]:
+def _judge_faults(judge: JudgeConfig, used: bool, models: ModelShapes) -> list[Fault]:
     faults = list(_folder_faults("reward.judge", judge.path, used))
     if not used:
         return faults

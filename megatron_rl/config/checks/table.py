@@ -19,7 +19,7 @@ from megatron_rl.config.checks import (
     sampling,
     schedule,
 )
-from megatron_rl.config.checks.model import Models
+from megatron_rl.config.checks.model import ModelShapes
 from megatron_rl.config.checks.recorder import recorded
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
@@ -41,7 +41,7 @@ class Check:
 class ModelCheck:
     """A check that looks at the shape of the run's models too."""
 
-    run: Callable[[RunConfig, Models], list[Fault]]
+    run: Callable[[RunConfig, ModelShapes], list[Fault]]
     verbs: tuple[Verb, ...] = ("train", "eval", "export")
 
 
@@ -108,7 +108,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
 
 
 def run_check(
-    check: Check | ModelCheck, cfg: RunConfig, models: Models, unreadable: frozenset[str] = frozenset()
+    check: Check | ModelCheck, cfg: RunConfig, models: ModelShapes, unreadable: frozenset[str] = frozenset()
 ) -> tuple[list[Fault], frozenset[str]]:
     """(faults, keys that the check read). No faults, and the keys so far, if it reads a key of `unreadable`."""
     if isinstance(check, Check):
@@ -124,5 +124,5 @@ def cross_faults(cfg: RunConfig, unreadable: frozenset[str] = frozenset(), verb:
     unreadable: keys whose own value is wrong already; a check that reads one of them is left out.
     Reads what the config names (config.json, the index of weight files, a reward file), no data, no weights.
     """
-    models = Models()
+    models = ModelShapes()
     return [fault for check in CHECKS if verb in check.verbs for fault in run_check(check, cfg, models, unreadable)[0]]

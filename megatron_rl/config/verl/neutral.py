@@ -454,7 +454,7 @@ for _key in {*RENAMED, *SPECIAL, *CHOICES}:
 
 
 @dataclass(frozen=True)
-class Group:
+class KeyGroup:
     """A section of verl whose keys change nothing as long as its switches are off. switches: leaf -> values that are
     off. lacks: what it is when on.
     """
@@ -470,56 +470,59 @@ _TRAINING = (ACTOR, REF, CRITIC)
 _ENGINES = tuple(
     part + engine for part in (*_TRAINING, CRITIC + "model.") for engine in ("", "fsdp_config.", "fsdp.", "megatron.")
 )
-_PROFILER = Group("no profiler runs", ("enable",), lacks="a profiler")
-_MTP = Group("off, as here", ("enable", "enable_train", "enable_rollout"), lacks="multi-token prediction (MTP)")
-_QAT = Group("off, as here", ("enable",), lacks="quantization-aware training (QAT)")
-_SKIP = Group("off, as here", ("enable",), lacks="rollouts read from disk")
-_READ_BY_REWARD_MODEL = Group("read by a reward model only (reward_model.enable is off)")
+_PROFILER = KeyGroup("no profiler runs", ("enable",), lacks="a profiler")
+_MTP = KeyGroup("off, as here", ("enable", "enable_train", "enable_rollout"), lacks="multi-token prediction (MTP)")
+_QAT = KeyGroup("off, as here", ("enable",), lacks="quantization-aware training (QAT)")
+_SKIP = KeyGroup("off, as here", ("enable",), lacks="rollouts read from disk")
+_READ_BY_REWARD_MODEL = KeyGroup("read by a reward model only (reward_model.enable is off)")
 
-GROUPS: dict[str, Group] = {
+GROUPS: dict[str, KeyGroup] = {
     **{f"{part}qat.": _QAT for part in (*_ENGINES, ROLLOUT)},
-    **{f"{part}router_replay.": Group("off, as here", ("mode",), lacks="router replay (R2, R3)") for part in _ENGINES},
-    **{part + name: Group(_BACKEND) for part in (*_TRAINING, CRITIC + "model.") for name in _BACKEND_SECTIONS},
-    MODEL + "fsdp_config.": Group(_BACKEND),
+    **dict.fromkeys(
+        (f"{part}router_replay." for part in _ENGINES),
+        KeyGroup("off, as here", ("mode",), lacks="router replay (R2, R3)"),
+    ),
+    **{part + name: KeyGroup(_BACKEND) for part in (*_TRAINING, CRITIC + "model.") for name in _BACKEND_SECTIONS},
+    MODEL + "fsdp_config.": KeyGroup(_BACKEND),
     **{f"{part}profiler.": _PROFILER for part in (ACTOR, REF, CRITIC, ROLLOUT, "reward_model.", "")},
-    "global_profiler.": Group("no profiler runs", ("steps",), lacks="a profiler"),
+    "global_profiler.": KeyGroup("no profiler runs", ("steps",), lacks="a profiler"),
     **{f"{part}mtp.": _MTP for part in (MODEL, CRITIC + "model.", ROLLOUT)},
     **{
-        f"{part}lora.": Group("no LoRA, as here", ("rank", "adapter_path"), lacks="LoRA")
+        f"{part}lora.": KeyGroup("no LoRA, as here", ("rank", "adapter_path"), lacks="LoRA")
         for part in (MODEL, CRITIC + "model.")
     },
-    **{f"{part}tiled_mlp.": Group(_SPEED) for part in (MODEL, CRITIC + "model.")},
-    **{f"{part}fused_kernel_options.": Group(_SPEED) for part in (MODEL, CRITIC + "model.")},
-    **{f"{part}checkpoint.": Group(_SAVES) for part in (ACTOR, CRITIC, "", "trainer.")},
-    **{f"{part}optim.muon_": Group("read by the optimizer Muon only") for part in (ACTOR, CRITIC)},
-    ROLLOUT + "multi_turn.": Group("one turn, as here", ("enable",), lacks="tools and several turns"),
-    ROLLOUT + "engine_kwargs.sglang": Group("the engine is vLLM"),
-    ROLLOUT + "engine_kwargs.trtllm": Group("the engine is vLLM"),
-    ROLLOUT + "layer_name_map.": Group(_SWITCH),
-    ROLLOUT + "trace.": Group("off, as here", ("backend",), lacks="traces of rollouts (weave, mlflow)"),
-    ROLLOUT + "prometheus.": Group("off, as here", ("enable",), lacks="engine metrics for Prometheus"),
+    **{f"{part}tiled_mlp.": KeyGroup(_SPEED) for part in (MODEL, CRITIC + "model.")},
+    **{f"{part}fused_kernel_options.": KeyGroup(_SPEED) for part in (MODEL, CRITIC + "model.")},
+    **{f"{part}checkpoint.": KeyGroup(_SAVES) for part in (ACTOR, CRITIC, "", "trainer.")},
+    **{f"{part}optim.muon_": KeyGroup("read by the optimizer Muon only") for part in (ACTOR, CRITIC)},
+    ROLLOUT + "multi_turn.": KeyGroup("one turn, as here", ("enable",), lacks="tools and several turns"),
+    ROLLOUT + "engine_kwargs.sglang": KeyGroup("the engine is vLLM"),
+    ROLLOUT + "engine_kwargs.trtllm": KeyGroup("the engine is vLLM"),
+    ROLLOUT + "layer_name_map.": KeyGroup(_SWITCH),
+    ROLLOUT + "trace.": KeyGroup("off, as here", ("backend",), lacks="traces of rollouts (weave, mlflow)"),
+    ROLLOUT + "prometheus.": KeyGroup("off, as here", ("enable",), lacks="engine metrics for Prometheus"),
     ROLLOUT + "skip.": _SKIP,
     **{f"skip.{name}.": _SKIP for name in ("rollout", "rollout_tq", "async_rollout")},
-    "skip.": Group("off, as here"),
-    REF + "optim.": Group("the reference has no optimizer"),
-    ROLLOUT + "disaggregation.": Group("off, as here", ("enabled",), lacks="prefill and decode on engines apart"),
-    ROLLOUT + "checkpoint_engine.": Group("the engine's weights come from the trainer"),
-    "distillation.": Group("off, as here", ("enabled",), lacks="on-policy distillation"),
-    "algorithm.pf_ppo.": Group("read with PF-PPO only"),
-    "transfer_queue.": Group("how verl moves rows between its processes: same numbers"),
-    "ray_kwargs.": Group(_LAUNCH),
-    "ray_init.": Group(_LAUNCH),
-    "hydra.": Group(_LAUNCH),
-    "trainer.v1.": Group("read by asynchronous training only"),
-    "async_training.": Group("", ("",), off=(), lacks="asynchronous training"),
+    "skip.": KeyGroup("off, as here"),
+    REF + "optim.": KeyGroup("the reference has no optimizer"),
+    ROLLOUT + "disaggregation.": KeyGroup("off, as here", ("enabled",), lacks="prefill and decode on engines apart"),
+    ROLLOUT + "checkpoint_engine.": KeyGroup("the engine's weights come from the trainer"),
+    "distillation.": KeyGroup("off, as here", ("enabled",), lacks="on-policy distillation"),
+    "algorithm.pf_ppo.": KeyGroup("read with PF-PPO only"),
+    "transfer_queue.": KeyGroup("how verl moves rows between its processes: same numbers"),
+    "ray_kwargs.": KeyGroup(_LAUNCH),
+    "ray_init.": KeyGroup(_LAUNCH),
+    "hydra.": KeyGroup(_LAUNCH),
+    "trainer.v1.": KeyGroup("read by asynchronous training only"),
+    "async_training.": KeyGroup("", ("",), off=(), lacks="asynchronous training"),
     "reward_model.": _READ_BY_REWARD_MODEL,
     "reward.reward_model.": _READ_BY_REWARD_MODEL,
-    "reward_manager.": Group(_SWITCH),
-    "reward.reward_manager.": Group(_SWITCH),
-    "reward.sandbox_fusion.": Group("read by Sandbox Fusion only"),
-    "sandbox_fusion.": Group("read by Sandbox Fusion only"),
-    "data.multiturn.": Group("rows of messages are recognised by their column"),
-    "engine.": Group(_BACKEND),
+    "reward_manager.": KeyGroup(_SWITCH),
+    "reward.reward_manager.": KeyGroup(_SWITCH),
+    "reward.sandbox_fusion.": KeyGroup("read by Sandbox Fusion only"),
+    "sandbox_fusion.": KeyGroup("read by Sandbox Fusion only"),
+    "data.multiturn.": KeyGroup("rows of messages are recognised by their column"),
+    "engine.": KeyGroup(_BACKEND),
 }
 """Prefix of verl's keys -> what the section is. The longest prefix that fits counts."""
 

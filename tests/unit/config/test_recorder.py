@@ -33,7 +33,7 @@ def reads(check: Callable[[RunConfig], object], cfg: RunConfig) -> frozenset[str
     [(), PPO, ("algorithm.name=sft",), ("actor.use_kl_loss=true", "actor.tp=2", "cluster.n_gpus_per_node=2")],
 )
 def test_every_check_reads_keys_that_exist(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    cfg, models = load(tmp_path, *overrides), model.Models()
+    cfg, models = load(tmp_path, *overrides), model.ModelShapes()
     for check in CHECKS:
         keys = run_check(check, cfg, models)[1]
         assert keys and keys <= set(run_schema().keys), check

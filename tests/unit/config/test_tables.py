@@ -14,7 +14,7 @@ from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.config.tables import (
     SHORTEST_SEQUENCE,
-    Row,
+    TableRow,
     batch_table,
     format_table,
     layout_table,
@@ -26,7 +26,7 @@ from tests.helpers.config import load, make_model
 TWO_RANKS = ("cluster.n_gpus_per_node=2",)
 
 
-def shown(rows: list[Row]) -> dict[str, str]:
+def shown(rows: list[TableRow]) -> dict[str, str]:
     return {row.name: row.shown for row in rows}
 
 
@@ -85,7 +85,7 @@ def test_layout_of_experts(tmp_path: Path) -> None:
 
 
 def test_a_table_is_aligned_text() -> None:
-    text = format_table([Row("a", 1, "first"), Row("long name", 12, "second", least=3)])
+    text = format_table([TableRow("a", 1, "first"), TableRow("long name", 12, "second", least=3)])
     assert text == "  a                1  first\n  long name  3 to 12  second"
 
 
