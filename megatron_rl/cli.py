@@ -208,6 +208,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         )
         parser.add_argument("--data", action="store_true", help=about)
         parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+        parser.add_argument("--flow", action="store_true", help="print the flow of a step too (imports torch)")
         parser.add_argument("--all", action="store_true", help="print every key, not only those that differ")
     if verb == "eval":
         name = "trainer.default_local_dir/trainer.experiment_name-eval"
@@ -237,6 +238,8 @@ def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     idle = [*idle_settings(cfg), *resolved.unused]
     if options.json:
         content = _as_json(resolved, batch, layout, [asdict(one) for one in idle])
+        if options.flow:
+            content["flow"] = _describe_flow(cfg)
         if options.data:
             lines, faults = _look_at_data(cfg, color=False)
             content |= {"ok": not faults, "data": lines, "data_faults": faults}
@@ -248,6 +251,8 @@ def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     print(f"\nbatch arithmetic\n{format_table(batch)}")
     print(f"\nlayout\n{format_table(layout)}")
     _print_idle(idle)
+    if options.flow:
+        print("\n".join(["\nflow of a step", *(f"  {line}" for line in _describe_flow(cfg))]))
     if not options.data:
         return 0
     lines, faults = _look_at_data(cfg, color=None)
@@ -261,6 +266,13 @@ def _print_idle(idle: list[NoEffect]) -> None:
     if idle:
         print("\nchanged, and without effect in this run")
         print("\n".join(f"  {setting}" for setting in idle))
+
+
+def _describe_flow(cfg: RunConfig) -> list[str]:
+    """The flow of the run's algorithm, a line a node; nothing is started."""
+    from megatron_rl.runs.trainer import Trainer
+
+    return Trainer(cfg).flow.describe().splitlines()
 
 
 def _look_at_data(cfg: RunConfig, color: bool | None) -> tuple[list[str], list[str]]:

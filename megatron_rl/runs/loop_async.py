@@ -23,7 +23,7 @@ from megatron_rl.runs.trainer import StepResult
 def asynchronous(trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState) -> Iterator[OneStep]:
     """Each step learns from what the producer has put into the buffer. Raises ConfigError for a staleness above 0."""
     if buffer.max_staleness > 0:
-        reason = "learning from older weights' samples is not offered yet: engines and trainer share their memory"
+        reason = "learning from the samples of older weights is not offered yet"
         raise ConfigError([Fault("trainer.max_staleness", buffer.max_staleness, reason, "set it to 0")])
     producer = _Producer(trainer, buffer)
 

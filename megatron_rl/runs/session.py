@@ -98,7 +98,7 @@ class _Run(Generic[StepT]):
         self._sinks = Sinks([])
         self._samples_fail = False
         self._start = time.perf_counter()
-        self._buffer: RolloutBuffer[StepT] = RolloutBuffer(max_staleness=0)
+        self._buffer: RolloutBuffer[StepT] = RolloutBuffer(cfg.trainer.max_staleness or 0)
         self._state = RunState({**trainer.stateful(), "buffer": self._buffer})
         if saved is not None:
             self._state.restore(saved)

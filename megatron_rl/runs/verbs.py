@@ -18,6 +18,8 @@ from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
 from megatron_rl.runs import session
 from megatron_rl.runs.before import inspect, require_weights
+from megatron_rl.runs.loop import synchronous
+from megatron_rl.runs.loop_async import asynchronous
 from megatron_rl.runs.trainer import Trainer
 from megatron_rl.trainers.placement import start_workers
 from megatron_rl.workers.train import TrainWorker
@@ -30,7 +32,7 @@ def train(cfg: RunConfig) -> None:
     preflight(cfg, needs_rollout=cfg.needs.rollouts)
     require_weights(cfg, needs_rewards=cfg.needs.rewards)
     with kept_clean():
-        session.run(cfg, Trainer)
+        session.run(cfg, Trainer, synchronous if cfg.trainer.max_staleness is None else asynchronous)
 
 
 def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:

@@ -15,6 +15,15 @@ def target_loss(cfg: RunConfig) -> list[Fault]:
     return [Fault("trainer.target_loss", target, reason, "leave it out, or set algorithm.name=sft")]
 
 
+def staleness(cfg: RunConfig) -> list[Fault]:
+    """Samples are those of the newest weights."""
+    staleness = cfg.trainer.max_staleness
+    if not staleness:
+        return []
+    reason = "learning from the samples of older weights is not offered yet: engines and trainer share their memory"
+    return [Fault("trainer.max_staleness", staleness, reason, "set it to 0, or leave it out")]
+
+
 def validation(cfg: RunConfig) -> list[Fault]:
     """Validation that was asked for has data."""
     if cfg.trainer.test_freq <= 0 or cfg.data.val_files:

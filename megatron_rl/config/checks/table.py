@@ -78,6 +78,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(sampling.validation_samples, ("train", "eval")),
     Check(schedule.target_loss),
     Check(schedule.validation, ("train",)),
+    Check(schedule.staleness, ("train",)),
     Check(model.unused_reference),
     Check(schedule.decay_after_warmup),
     Check(schedule.warmup_ends),

@@ -27,6 +27,9 @@ class TrainerConfig:
     parameters, optimizer and learning-rate schedule stay as they were."""
     max_nonfinite_skips: NonNegativeInt = 10
     """Maximum mini-batches that a run may skip with on_nonfinite skip; one more ends it."""
+    max_staleness: NonNegativeInt | None = None
+    """Unset: sampling and training take turns in one thread. 0: a producer samples in a thread of its own, from the
+    newest weights alone, with the same results. More, samples of older weights, is not offered yet."""
     seed: NonNegativeInt = 0
     """Seed of random weights, data order and sampling."""
     save_freq: Frequency = -1

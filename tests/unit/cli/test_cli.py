@@ -82,6 +82,14 @@ def test_check_json_is_for_programs(config: str, capsys: pytest.CaptureFixture[s
     assert told["verl_mapped"] == []
 
 
+def test_check_shows_the_flow_of_a_step(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "check", config, "--flow")
+    flow = out.partition("flow of a step")[2].splitlines()
+    assert (code, err) == (0, "") and [line.split()[1] for line in flow[3:6]] == ["generate", "reward", "assemble"]
+    code, out, _ = run(capsys, "check", config, "--flow", "--json")
+    assert code == 0 and json.loads(out)["flow"] == [line.strip() for line in flow[1:]]
+
+
 def test_faults_go_to_stderr_without_a_traceback_and_the_exit_code_is_2(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

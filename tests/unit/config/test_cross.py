@@ -276,3 +276,9 @@ def test_a_run_without_faults_of_layout_has_whole_numbers(
         assert cfg.dp_size * tp == cfg.world_size
         assert cfg.data.train_batch_size % cfg.mini_batch_size == 0
         assert cfg.mini_batch_size * cfg.rollout.n >= cfg.dp_size
+
+
+def test_samples_of_older_weights_are_not_offered_yet(tmp_path: Path) -> None:
+    assert load(tmp_path, "trainer.max_staleness=0").trainer.max_staleness == 0
+    fault = only_fault(tmp_path, "trainer.max_staleness=1")
+    assert fault.key == "trainer.max_staleness" and "not offered yet" in fault.reason and "set it to 0" in fault.cure

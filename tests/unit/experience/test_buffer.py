@@ -131,3 +131,10 @@ def test_misuse_is_named() -> None:
         buffer.advance(2)
     with pytest.raises(ValueError, match="max_staleness is -1"):
         RolloutBuffer[str](-1)
+
+
+def test_slow_samples_are_dropped_and_others_take_their_place() -> None:
+    """Each dropped entry gives its place back; else the run would wait for ever after a few of them."""
+    simulation = Simulation(RolloutBuffer(1), [0.1, 2.0, 0.1, 0.1], 0.5, engines=2)
+    simulation.run(20)
+    assert simulation.buffer.num_dropped >= 3 and len(simulation.taken) == 20
