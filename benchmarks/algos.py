@@ -12,25 +12,28 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from megatron_rl.algos.correction import correct_rollouts
 from megatron_rl.algos.estimators import ESTIMATORS
+from megatron_rl.algos.estimators.base import ScoredSequences, SequenceEstimator, TokenEstimator
 from megatron_rl.algos.estimators.grpo import Grpo
+from megatron_rl.algos.estimators.tokens import CreditTokens
 from megatron_rl.algos.gae import gae
+from megatron_rl.algos.groups import sequence_sums, spread
 from megatron_rl.algos.losses import LOSSES
 from megatron_rl.algos.losses.base import LossTokens
-from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.algos.token_losses import sequence_means_of
-from megatron_rl.data.batching import from_rollouts, plan_batches, select_micro_batches
-from megatron_rl.learning.credit import credit
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
+from megatron_rl.cluster.handles import hand_over
+from megatron_rl.data.batching import plan_batches
+from megatron_rl.types import EngineAnswer, Prompt, Rollouts, Samples, Texts
+from megatron_rl.workers.rank_batch import RankBatch
 
 GROUP = 8
 
@@ -60,14 +63,26 @@ class Batch:
         self.values = torch.rand(total, generator=generator)
         self.old = -torch.rand(total, generator=generator)
         self.new = self.old + 0.1 * torch.randn(total, generator=generator)
-        self.batch = TrainBatch(torch.zeros(total, dtype=torch.int64), (length,) * sequences, self.mask)
         self.columns = {"segment_ids": self.segments, "sequence_lens": torch.full((sequences,), length)}
 
     def credit(self, name: str) -> None:
         """Advantages of all tokens, by an estimator."""
         greedy = torch.zeros(self.sequences // GROUP)
         estimator = ESTIMATORS[name]()
-        credit(estimator, self.batch, self.groups, self.rewards, baselines=greedy, values=self.values)
+        if isinstance(estimator, SequenceEstimator):
+            returns, lens = (sequence_sums(one, self.segments, self.sequences) for one in (self.rewards, self.mask))
+            spread(estimator(ScoredSequences(returns, self.groups, lens)), self.mask, self.segments)
+            return
+        assert isinstance(estimator, TokenEstimator)
+        tokens = CreditTokens(
+            self.rewards,
+            self.mask,
+            self.segments,
+            self.sequences,
+            greedy_scores=None if greedy is None else greedy[self.groups],
+            values=self.values,
+        )
+        estimator(tokens)
 
     def loss(self, name: str, advantages: torch.Tensor) -> None:
         """Loss and gradient of all tokens."""
@@ -157,45 +172,38 @@ def _correct(batch: Batch) -> None:
     )  # fmt: skip
 
 
-def samples_of(count: int, mean_length: int) -> list[RolloutGroup]:
-    """`count` responses of random lengths to prompts of 16 tokens."""
-    generator = random.Random(count)
-    groups = []
-    for g in range(count // GROUP):
-        rollouts = []
-        for _ in range(GROUP):
-            length = generator.randint(1, 2 * mean_length)
-            rollouts.append(Rollout((7,) * length, (-1.0,) * length, "stop", ""))
-        groups.append(RolloutGroup(Prompt(g, (5,) * 16, "", "", None), tuple(rollouts), 0))
-    return groups
+def samples_of(count: int, mean_length: int) -> Rollouts:
+    """`count` responses of random lengths to prompts of 16 tokens, from one engine."""
+    lens = np.random.default_rng(count).integers(1, 2 * mean_length, count, endpoint=True).astype(np.int32)
+    total, zeros = int(lens.sum()), np.zeros(count, np.int32)
+    finish = zeros.astype(np.uint8)
+    samples = Samples(np.full(total, 7, np.int32), np.full(total, -1.0, np.float32), lens, finish, zeros, zeros)
+    answer = EngineAnswer(lens, finish, zeros, zeros, hand_over(samples), hand_over(Texts.of([""] * count)))
+    prompts = [Prompt(g, (5,) * 16, "", "", None) for g in range(count // GROUP)]
+    return Rollouts.from_answers(prompts, GROUP, [answer])
 
 
 def controller(counts: list[int], mean_length: int) -> None:
-    """Table of the controller's work of one GRPO step, dp 8, between engine and update."""
+    """Table of the controller's work of one GRPO step, dp 8, between engine and update, and of one of its ranks."""
     print(f"responses of {mean_length} tokens on average, dp 8; seconds")
-    print(f"{'samples':>9}{'tokens':>13}{'pack':>8}{'plan':>8}{'advantages':>12}{'weights':>9}{'split':>8}{'total':>8}"
-          f"{'us/sample':>11}")  # fmt: skip
+    print(f"{'samples':>9}{'tokens':>13}{'plan':>8}{'refs':>8}{'advantages':>12}{'us/sample':>11}{'a rank loads':>14}")
     for count in counts:
-        groups = samples_of(count, mean_length)
+        rollouts = samples_of(count, mean_length)
+        seq_lens, ids = rollouts.seq_lens.tolist(), torch.from_numpy(rollouts.group_ids.astype(np.int64))
         times = [time.process_time()]
-        batch, ids = from_rollouts(groups)
+        plan = plan_batches(seq_lens, [0] * count, dp=8, max_tokens=16384)
         times.append(time.process_time())
-        plan = plan_batches(batch.seq_lens, [0] * count, dp=8, max_tokens=16384)
+        refs = [rollouts.refs(sorted(s for micro in micros for s in micro)) for micros in plan.passes()]
         times.append(time.process_time())
-        segments = batch.segments
-        rewards = torch.zeros(batch.num_tokens)
-        rewards[torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1] = torch.randint(0, 2, (count,)).float()
-        advantages = credit(Grpo(), batch, ids, rewards).advantages
+        returns = torch.randint(0, 2, (count,)).double()
+        Grpo()(ScoredSequences(returns, ids, torch.from_numpy(rollouts.lens)))
         times.append(time.process_time())
-        weights = loss_weights("token-mean", batch.loss_mask, segments, count, 4096)
+        RankBatch.load(refs[0])
         times.append(time.process_time())
-        select_micro_batches(batch.with_(advantages=advantages, loss_weights=weights), plan.minis[0])
-        times.append(time.process_time())
-        parts = [end - start for start, end in pairwise(times)]
-        total = times[-1] - times[0]
-        print(f"{count:>9,}{batch.num_tokens:>13,}" + "".join(
-            f"{part:>{width}.3f}" for part, width in zip(parts, (8, 8, 12, 9, 8), strict=True)
-        ) + f"{total:>8.2f}{total / count * 1e6:>11.0f}")  # fmt: skip
+        *parts, load = [end - start for start, end in pairwise(times)]
+        print(f"{count:>9,}{sum(seq_lens):>13,}" + "".join(
+            f"{part:>{width}.3f}" for part, width in zip(parts, (8, 8, 12), strict=True)
+        ) + f"{sum(parts) / count * 1e6:>11.0f}{load:>14.3f}")  # fmt: skip
 
 
 def main() -> None:

@@ -461,18 +461,6 @@ class TrainBatch:
             columns={name: column[index] for name, column in self.columns.items()},
         )
 
-    @staticmethod
-    def concat(batches: Sequence[TrainBatch]) -> TrainBatch:
-        """The sequences of all batches, in order. All must have the same columns."""
-        names = batches[0].columns.keys()
-        assert all(batch.columns.keys() == names for batch in batches)
-        return TrainBatch(
-            tokens=torch.cat([batch.tokens for batch in batches]),
-            seq_lens=tuple(length for batch in batches for length in batch.seq_lens),
-            loss_mask=torch.cat([batch.loss_mask for batch in batches]),
-            columns={name: torch.cat([batch.columns[name] for batch in batches]) for name in names},
-        )
-
 
 @dataclass(frozen=True)
 class Metric:

@@ -26,20 +26,13 @@ def value_loss(
     return 0.5 * torch.maximum(free, clipped), metrics | {"vf_clip_frac": (clipped > free).float()}
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, add_up: Sums = alone) -> float:
-    """1 - Var(R - V) / Var(R) over the masked tokens of [T] columns: 1 is a perfect critic, 0 a constant one.
-
-    NaN where the returns do not vary.
-    """
-    return value_metrics(values, returns, mask, add_up)["critic/explained_variance"]
-
-
 def value_metrics(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, add_up: Sums = alone
 ) -> dict[str, float]:
     """critic/value_mean, critic/return_mean and critic/explained_variance over the masked tokens of all ranks.
 
-    values: [T], those that the returns [T] were made with.
+    values: [T], those that the returns [T] were made with. The explained variance is 1 - Var(R - V) / Var(R): 1 is a
+    perfect critic, 0 a constant one; NaN if the returns do not vary.
     """
     seen, wanted = values[mask].double(), returns[mask].double()
     error = (returns - values)[mask].double()

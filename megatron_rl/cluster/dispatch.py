@@ -96,18 +96,19 @@ def call_by_replica(
 
 def method_path(worker_cls: type, method: Callable[..., object]) -> str:
     """How a rank reaches `method` from its worker: "step" if the worker's class defines it, "train.step" if that is the
-    class of its attribute `train`, as annotated in the worker's class.
+    class of its attribute `train`, as annotated in the worker's class, and so on inwards.
 
-    Raises ClusterError if neither has the method.
+    Raises ClusterError if no part of the worker has the method.
     """
-    name = method.__name__
-    if _defines(worker_cls, method):
-        return name
-    components = {attribute: kind for attribute, kind in get_type_hints(worker_cls).items() if isinstance(kind, type)}
-    for attribute, kind in components.items():
+    seen: list[type] = []
+    ways: list[tuple[str, type]] = [("", worker_cls)]
+    for way, kind in ways:
         if _defines(kind, method):
-            return f"{attribute}.{name}"
-    shown = ", ".join([worker_cls.__name__, *(kind.__name__ for kind in components.values())])
+            return f"{way}{method.__name__}"
+        seen.append(kind)
+        parts = {name: part for name, part in get_type_hints(kind).items() if isinstance(part, type)}
+        ways += [(f"{way}{name}.", part) for name, part in parts.items() if part not in seen]
+    shown = ", ".join(kind.__name__ for kind in seen)
     raise ClusterError(f"{method.__qualname__} is no method of the group's workers, which are made of: {shown}")
 
 

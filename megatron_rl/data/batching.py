@@ -1,4 +1,4 @@
-"""From rollouts to balanced micro-batches. Plans are pure integers; executing one is `TrainBatch.select`."""
+"""Plans: which sequence goes to which mini-batch, data-parallel rank and micro-batch. Pure integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from megatron_rl.errors import DataError
-from megatron_rl.types import RolloutGroup, TrainBatch
 
 # Karmarkar-Karp up to this many items x lists (some 50 ms); above, the quicker method.
 _DIFFERENCING_CELLS = 1 << 15
@@ -32,9 +31,9 @@ class BatchPlan:
 
     minis: tuple[tuple[MicroBatches, ...], ...]
 
-    def passes(self) -> list[list[tuple[int, ...]]]:
+    def passes(self) -> list[MicroBatches]:
         """[dp][j]: every micro-batch of each rank, mini-batch after mini-batch: the shapes of a forward-only pass."""
-        return [[micro for rank in ranks for micro in rank] for ranks in zip(*self.minis, strict=True)]
+        return [tuple(micro for rank in ranks for micro in rank) for ranks in zip(*self.minis, strict=True)]
 
     def keep(self, kept: torch.Tensor) -> BatchPlan:
         """The plan without the sequences where kept [S] is False; every micro-batch stays, though maybe empty."""
@@ -44,53 +43,6 @@ class BatchPlan:
             return tuple(s for s in micro if flags[s])
 
         return BatchPlan(tuple(tuple(tuple(thin(m) for m in rank) for rank in mini) for mini in self.minis))
-
-
-def select_micro_batches(batch: TrainBatch, ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[TrainBatch]]:
-    """[dp][j] sequence numbers -> [dp][j] batches."""
-    return [[batch.select(micro) for micro in micros] for micros in ranks]
-
-
-def collect_column(
-    batch: TrainBatch, ranks: Sequence[Sequence[Sequence[int]]], parts: Sequence[Sequence[torch.Tensor]]
-) -> torch.Tensor:
-    """The inverse of select_micro_batches for one column: [dp][j] pieces -> [T], 0 for sequences in no micro-batch."""
-    starts = batch.starts
-    column = torch.zeros(batch.num_tokens, dtype=torch.float32)
-    for micros, pieces in zip(ranks, parts, strict=True):
-        for micro, piece in zip(micros, pieces, strict=True):
-            lengths = [batch.seq_lens[s] for s in micro]
-            for s, values in zip(micro, piece.split(lengths), strict=True):
-                column[starts[s] : starts[s + 1]] = values
-    return column
-
-
-def from_rollouts(groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, torch.Tensor]:
-    """Rollouts end to end, and the group [S] of each sequence. Column rollout_logprobs holds
-    the engine's log-probabilities.
-    """
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    seq_lens: list[int] = []
-    group_ids: list[int] = []
-    for number, group in enumerate(groups):
-        prompt = group.prompt.token_ids
-        for rollout in group.rollouts:
-            tokens.extend(prompt)
-            tokens.extend(rollout.token_ids)
-            mask.extend([False] * len(prompt) + [True] * len(rollout.token_ids))
-            logprobs.extend([0.0] * len(prompt))
-            logprobs.extend(rollout.logprobs)
-            seq_lens.append(len(prompt) + len(rollout.token_ids))
-            group_ids.append(number)
-    batch = TrainBatch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        seq_lens=tuple(seq_lens),
-        loss_mask=torch.tensor(mask, dtype=torch.bool),
-        columns={"rollout_logprobs": torch.tensor(logprobs, dtype=torch.float32)},
-    )
-    return batch, torch.tensor(group_ids, dtype=torch.int64)
 
 
 def sequence_cost(length: int) -> float:

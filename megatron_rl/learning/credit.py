@@ -1,203 +1,138 @@
-"""From scores to what the update trains on: rewards of tokens, weights of tokens in the loss, what is left out."""
+"""From scores to what the update trains on: facts of sequences are made here, what is per token on the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algos.correction import Correction, correct_rollouts
-from megatron_rl.algos.estimators.base import Credit, Estimator, ScoredSequences, SequenceEstimator, TokenEstimator
-from megatron_rl.algos.estimators.tokens import CreditTokens
-from megatron_rl.algos.groups import sequence_sums, spread
-from megatron_rl.algos.kl import KL_ESTIMATORS
-from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.algos.estimators.base import ScoredSequences, SequenceEstimator
 from megatron_rl.config.run import RunConfig, TrainingConfig
 from megatron_rl.data.batching import BatchPlan
+from megatron_rl.learning.batch import Batch
 from megatron_rl.learning.kl_control import KlControl
-from megatron_rl.learning.passes import bare
-from megatron_rl.types import RolloutGroup, TrainBatch
+from megatron_rl.learning.models import Made, Models
+from megatron_rl.learning.passes import LossColumns
+from megatron_rl.types import Column
+from megatron_rl.workers.batch import BatchWorker
+from megatron_rl.workers.token_work import CreditReport, MiniBatches, SequenceFacts
 
 
 @dataclass(frozen=True)
 class TrainInputs:
     """What the actor's update takes."""
 
-    train_batch: TrainBatch
-    """with every column of its loss"""
     train_plan: BatchPlan
     """the plan, less the sequences that are left out"""
+    loss_columns: LossColumns
+    """the columns of its loss"""
     kept: Tensor
-    """[S] bool: the others"""
+    """[S] bool: sequences with a token in it"""
     counts: dict[str, float]
     """what was left out, and why"""
-
-
-def token_rewards(
-    cfg: RunConfig,
-    kl_control: KlControl,
-    batch: TrainBatch,
-    scores: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-) -> Tensor:
-    """[T] float32: the scores [S], each on the last token of its sequence, less the KL penalty on trained tokens."""
-    rewards = torch.zeros(batch.num_tokens, dtype=torch.float32)
-    ends = torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1
-    rewards[ends] = scores.float()
-    if cfg.algorithm.use_kl_in_reward:
-        assert old_logprobs is not None and ref_logprobs is not None
-        kl = KL_ESTIMATORS[cfg.algorithm.kl_penalty](old_logprobs, ref_logprobs)
-        rewards -= kl_control.coef * kl * batch.loss_mask
-        kl_control.observe(kl, batch)
-    return rewards
-
-
-def mini_batch_weights(
-    cfg: RunConfig, batch: TrainBatch, group_ids: Tensor, trained: Tensor, training: TrainingConfig | None = None
-) -> Tensor:
-    """[T] float32 loss weights; each mini-batch has denominators of its own, over its tokens trained [T].
-
-    training: of the model that is updated; the actor's if not given.
-    """
-    training = training or cfg.actor_training
-    mini_of = group_ids // training.mini_batch_size
-    return loss_weights(
-        training.loss_agg_mode,
-        trained,
-        batch.segments,
-        batch.num_sequences,
-        cfg.data.max_response_length,
-        mini_of=mini_of,
-        num_minis=int(mini_of.max()) + 1,
-    )
-
-
-def credit(
-    estimator: Estimator,
-    batch: TrainBatch,
-    group_ids: Tensor,
-    token_rewards: Tensor,
-    *,
-    kept: Tensor | None = None,
-    baselines: Tensor | None = None,
-    values: Tensor | None = None,
-) -> Credit:
-    """Advantages of all tokens of a step, and returns where the estimator has values. Both [T] float32.
-
-    group_ids: [S] int64. token_rewards: [T] float32. kept: [S] bool, sequences whose group is in the update.
-    baselines: [G] scores of greedy responses. values: [T] float32, a critic's.
-    """
-    mask, segments, count = batch.loss_mask, batch.segments, batch.num_sequences
-    if isinstance(estimator, SequenceEstimator):
-        returns, lens = (sequence_sums(column, segments, count) for column in (token_rewards, mask))
-        advantages = estimator(ScoredSequences(returns, group_ids, lens, kept))
-        return Credit(spread(advantages, mask, segments))
-    assert isinstance(estimator, TokenEstimator), estimator
-    greedy_scores = None if baselines is None else baselines[group_ids]
-    return estimator(CreditTokens(token_rewards, mask, segments, count, kept, greedy_scores, values))
-
-
-def train_inputs(
-    cfg: RunConfig,
-    batch: TrainBatch,
-    group_ids: Tensor,
-    plan: BatchPlan,
-    selection: Selection,
-    advantages: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-) -> TrainInputs:
-    """Every column of the actor's loss, the sequences that stay in it, and what was left out."""
-    columns = {
-        "advantages": advantages,
-        "loss_weights": mini_batch_weights(cfg, batch, group_ids, selection.mask),
-        **loss_old_logprobs(cfg, batch, old_logprobs),
-        **selection.columns,
-    }
-    if ref_logprobs is not None:
-        columns["ref_logprobs"] = ref_logprobs
-    return TrainInputs(bare(batch).with_(**columns), plan.keep(selection.kept), selection.kept, selection.counts)
-
-
-def response_lens(batch: TrainBatch) -> Tensor:
-    """[S] float64: sampled tokens of each sequence."""
-    return sequence_sums(batch.loss_mask, batch.segments, batch.num_sequences)
 
 
 @dataclass(frozen=True)
-class Selection:
-    """What of a batch the update trains on."""
+class Returns:
+    """What is known of each sequence before credit."""
 
-    kept: Tensor
-    """[S] bool: sequences with any token that does"""
-    mask: Tensor
-    """[T] bool: those tokens"""
-    columns: dict[str, Tensor]
-    """rollout_weights, where rollout correction gives weights"""
-    counts: dict[str, float]
-    """what was left out, and why"""
+    scores: Tensor
+    """[S] float64, with penalties for length"""
+    returns: Tensor
+    """[S] float64: the same, less the KL penalty if that is in the reward"""
+    kl_coef: float
+    """weight of that KL; 0 if it is not"""
 
 
-def select_tokens(
-    cfg: RunConfig,
-    batch: TrainBatch,
-    groups: Sequence[RolloutGroup],
-    dropped: Tensor,
+def returns_of(
+    models: Models,
+    kl_control: KlControl,
+    batch: Batch,
+    scores: Tensor,
+    old_logprobs: Made | None,
+    ref_logprobs: Made | None,
+) -> Returns:
+    """The return of each sequence; terms of the KL stay on the ranks. Brings there what a node of one's own made."""
+    algorithm = models.cfg.algorithm
+    made: dict[Column, Made | None] = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    for column, value in made.items():
+        if value is not None:
+            models.put(batch, column, value)
+    # Rewards of tokens are float32 numbers.
+    returns = scores.float().double()
+    if not algorithm.use_kl_in_reward:
+        return Returns(scores, returns, 0.0)
+    coef = kl_control.coef
+    kl = batch.join(models.on_each(BatchWorker.kl_sums, algorithm.kl_penalty))
+    kl_control.observe(kl / batch.response_lens.clamp(min=1))
+    return Returns(scores, returns - coef * kl, coef)
+
+
+def assign_credit(
+    models: Models,
+    batch: Batch,
+    returns: Returns,
     penalties: Tensor,
-    old_logprobs: Tensor | None,
-) -> Selection:
-    """Sequences `dropped` [S] (flat groups), truncated ones if asked, and what rollout correction rejects.
+    dropped: Tensor | None = None,
+    baselines: Tensor | None = None,
+) -> tuple[CreditReport, dict[str, float]]:
+    """Have the ranks write advantages and loss weights; what stays in the update ([S] kept), and counts of the rest.
 
-    penalties: [S] of their length, in the scores; their mean is counted.
+    penalties: [S] of the responses' length, in the scores. dropped: [S] bool, sequences of groups that leave the
+    update. baselines: [G] scores of greedy responses.
     """
-    segments = batch.segments
-    counts = {"groups/dropped": float(dropped.sum()) / len(groups[0].rollouts)}
-    if cfg.algorithm.overlong_buffer.enable:
-        counts["reward/overlong_penalty"] = float(penalties.mean())
-    kept = ~dropped
-    if cfg.algorithm.overlong_filtering:
-        cut = torch.tensor([rollout.finish_reason == "length" for group in groups for rollout in group.rollouts])
-        counts["samples/overlong_left_out"] = float((kept & cut).sum())
-        kept &= ~cut
-    mask = batch.loss_mask & kept[segments]
-    columns: dict[str, Tensor] = {}
-    if cfg.algorithm.rollout_correction.measures_ratio:
-        assert old_logprobs is not None
-        found = _corrected(cfg, batch, mask, old_logprobs)
-        mask = found.kept
-        counts |= found.metrics
-        if found.weights is not None:
-            columns["rollout_weights"] = found.weights
-    kept = sequence_sums(mask, segments, batch.num_sequences) > 0
-    return Selection(kept, mask, columns, counts)
-
-
-def _corrected(cfg: RunConfig, batch: TrainBatch, mask: Tensor, old_logprobs: Tensor) -> Correction:
-    correction = cfg.algorithm.rollout_correction
-    return correct_rollouts(
-        old_logprobs,
-        batch.columns["rollout_logprobs"],
-        mask,
-        batch.segments,
-        batch.num_sequences,
-        weights=correction.rollout_is,
-        weight_high=correction.rollout_is_threshold,
-        weight_low=correction.rollout_is_threshold_lower,
-        reject=correction.rollout_rs,
-        reject_high=correction.rollout_rs_threshold,
-        reject_low=correction.rejects_below,
-        veto_below=correction.rollout_token_veto_threshold,
+    cfg, algorithm = models.cfg, models.cfg.algorithm
+    counted = torch.ones(batch.num_sequences, dtype=torch.bool) if dropped is None else ~dropped
+    kept = counted & ~batch.was_cut if algorithm.overlong_filtering else counted
+    estimator, advantages = algorithm.adv_estimator, None
+    if isinstance(estimator, SequenceEstimator):
+        sequences = ScoredSequences(returns.returns, batch.group_ids, batch.response_lens, counted)
+        advantages = estimator(sequences)
+    own_critic = cfg.needs.critic and not cfg.critic.share_backbone
+    facts = SequenceFacts(
+        scores=returns.scores,
+        counted=counted,
+        kept=kept,
+        minis=_mini_batches(batch, cfg.actor_training),
+        critic_minis=_mini_batches(batch, cfg.critic_training) if own_critic else None,
+        advantages=advantages,
+        greedy_scores=None if baselines is None else baselines[batch.group_ids],
     )
+    of_ranks = [facts.select(numbers) for numbers in batch.numbers]
+    reports = models.group.each_dp(BatchWorker.credit, of_ranks, returns.kl_coef)
+    counts = {"groups/dropped": float((~counted).sum()) / cfg.rollout.n}
+    if algorithm.overlong_buffer.enable:
+        counts["reward/overlong_penalty"] = float(penalties.mean())
+    if algorithm.overlong_filtering:
+        counts["samples/overlong_left_out"] = float((counted & batch.was_cut).sum())
+    whole = CreditReport(batch.join([report.kept for report in reports]), reports[0].metrics, reports[0].value_metrics)
+    return whole, counts | whole.metrics
 
 
-def loss_old_logprobs(cfg: RunConfig, batch: TrainBatch, old_logprobs: Tensor | None) -> dict[str, Tensor]:
-    """The old_logprobs column of the loss; none where a step's one update starts from the policy that sampled."""
-    if cfg.algorithm.rollout_correction.bypass_mode:
-        return {"old_logprobs": batch.columns["rollout_logprobs"]}
-    if cfg.updates_per_step == 1:
-        return {}
-    assert old_logprobs is not None
-    return {"old_logprobs": old_logprobs}
+def _mini_batches(batch: Batch, training: TrainingConfig) -> MiniBatches:
+    mini_of = batch.group_ids // training.mini_batch_size
+    return MiniBatches(mini_of, int(mini_of.max()) + 1)
+
+
+def loss_columns(cfg: RunConfig) -> dict[str, Column]:
+    """The columns of the actor's loss; old_logprobs is none of them if a step's one update starts from the policy that
+    sampled: its own log-probabilities stand for them.
+    """
+    columns: dict[str, Column] = {"advantages": "advantages", "loss_weights": "loss_weights"}
+    correction = cfg.algorithm.rollout_correction
+    if correction.bypass_mode:
+        columns["old_logprobs"] = "rollout_logprobs"
+    elif cfg.updates_per_step > 1:
+        columns["old_logprobs"] = "old_logprobs"
+    if cfg.needs_reference:
+        columns["ref_logprobs"] = "ref_logprobs"
+    if correction.rollout_is:
+        columns["rollout_weights"] = "rollout_weights"
+    if cfg.needs.critic and cfg.critic.share_backbone:
+        columns |= VALUE_COLUMNS
+    return columns
+
+
+VALUE_COLUMNS: dict[str, Column] = {"old_values": "values", "returns": "returns"}
+"""The columns of a critic's loss beside its weights"""

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_rl.algos.groups import sequence_sums
 from megatron_rl.config.sections.algorithm import KlCtrlConfig
-from megatron_rl.types import TrainBatch
 
 
 class KlControl:
@@ -24,15 +22,13 @@ class KlControl:
         self.coef = config.kl_coef
         self._last: dict[str, float] = {}
 
-    def observe(self, kl: torch.Tensor, batch: TrainBatch) -> None:
-        """kl: [T] estimates of the step's samples."""
-        segments, mask, count = batch.segments, batch.loss_mask, batch.num_sequences
-        lengths = sequence_sums(mask, segments, count)
-        mean = float((sequence_sums(kl * mask, segments, count) / lengths.clamp(min=1)).mean())
+    def observe(self, kl: torch.Tensor) -> None:
+        """kl: [S] float64, of each sample of the step the mean of its estimates over its trained tokens."""
+        mean = float(kl.mean())
         self._last = {"kl/reward": mean, "kl/coef": self.coef}
         if self._config.type == "adaptive":
             error = min(max(mean / self._config.target_kl - 1.0, -0.2), 0.2)
-            self.coef *= 1.0 + error * count / self._config.horizon
+            self.coef *= 1.0 + error * len(kl) / self._config.horizon
 
     def metrics(self) -> dict[str, float]:
         """kl/reward, the last step's KL, and kl/coef, the weight it had; empty where no KL is in the reward."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.data.batching import MicroBatches
 from megatron_rl.errors import NonFiniteError
-from megatron_rl.types import BadMicroBatch, StepReport, TrainBatch
+from megatron_rl.types import BadMicroBatch, StepReport
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
@@ -49,18 +47,23 @@ class NonFiniteGuard:
         return self._cfg.on_nonfinite == "stop"
 
     def look(
-        self, report: StepReport, model: str, mini: int, ranks: Sequence[MicroBatches], rows: Sequence[str]
+        self,
+        report: StepReport,
+        model: str,
+        mini: int,
+        ranks: Sequence[MicroBatches],
+        names: Callable[[], Sequence[str]],
     ) -> None:
         """Raise NonFiniteError where the report's step was not made and the run stops at that, or has made no step too
-        often. model: whose step it was. mini: number of the mini-batch, from 1. ranks: [dp][j] sequence numbers. rows:
-        what each sequence is called.
+        often. model: whose step it was. mini: number of the mini-batch, from 1. ranks: [dp][j] sequence numbers. names:
+        what each sequence is called, asked for if a step was not made.
         """
         if report.updated:
             return
         what = (
             f"step {self.step}, mini-batch {mini}: the {model}'s loss {report.loss:g} and gradient norm "
             f"{report.grad_norm:g} are not both finite, and its weights were left as they are "
-            f"-- {_places(report.bad, ranks, rows)}"
+            f"-- {_places(report.bad, ranks, names())}"
         )
         if self.stops:
             raise NonFiniteError(f"{what} -- {_CURE}")
@@ -75,24 +78,16 @@ class NonFiniteGuard:
             )
         _log.warning("%s -- passed over (%d of at most %d)", what, skips, limit)
 
-    def look_at_columns(self, batch: TrainBatch, model: str, sequences: Sequence[int], rows: Sequence[str]) -> None:
-        """Raise NonFiniteError where a column of the loss is not finite at a trained token of `sequences`. A run that
-        passes over such mini-batches learns of it from their loss.
+    def refuse_columns(self, bad: Mapping[str, Sequence[int]], model: str, names: Callable[[], Sequence[str]]) -> None:
+        """Raise NonFiniteError if a column of the loss is not finite. bad: column -> numbers of the sequences where it
+        is not. names: what each sequence is called.
         """
-        if not self.stops:
-            return
-        chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
-        chosen[list(sequences)] = True
-        segments = batch.segments
-        seen = batch.loss_mask & chosen[segments]
-        for name, column in batch.columns.items():
-            wrong = ~torch.isfinite(column) & seen
-            if bool(wrong.any()):
-                numbers: list[int] = segments[wrong].unique().tolist()
-                raise NonFiniteError(
-                    f"step {self.step}: {name.replace('_', ' ')} of the {model}'s loss are not finite -- "
-                    f"{len(numbers)} sequences: {_listed([rows[s] for s in numbers])} -- {_CURE}"
-                )
+        for column, numbers in bad.items():
+            rows = names()
+            raise NonFiniteError(
+                f"step {self.step}: {column.replace('_', ' ')} of the {model}'s loss are not finite -- "
+                f"{len(numbers)} sequences: {_listed([rows[s] for s in sorted(numbers)])} -- {_CURE}"
+            )
 
     def metrics(self, reports: Mapping[str, Sequence[StepReport]]) -> dict[str, float]:
         """<model>/nonfinite_skips of this step, and trainer/nonfinite_skips of the run; nothing in a run that stops."""

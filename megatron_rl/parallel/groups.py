@@ -83,6 +83,16 @@ def pp_group() -> torch.distributed.ProcessGroup:
     return cast(torch.distributed.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
+def ends_pipeline() -> bool:
+    """Whether this rank is of the last pipeline stage, where losses and columns are."""
+    return pp_group().rank() == pp_group().size() - 1
+
+
+def dp_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold other sequences of the same batch."""
+    return cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group())
+
+
 def dp_cp_group() -> torch.distributed.ProcessGroup:
     """The ranks that hold other tokens of the same batch: data and context parallel together."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

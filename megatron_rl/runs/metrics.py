@@ -12,16 +12,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_rl.algos.correction import mismatch_metrics
 from megatron_rl.algos.groups import flat_groups
-from megatron_rl.algos.values import explained_variance
 from megatron_rl.flow import Node, node
 from megatron_rl.flow.run import Timings
+from megatron_rl.learning.batch import Batch
 from megatron_rl.learning.nonfinite import NonFiniteGuard
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.runs.validation import SampleRow, sample_row
 from megatron_rl.trainers.parts import Parts
-from megatron_rl.types import Metric, OffloadReport, RolloutGroup, StepReport, SyncReport, TrainBatch
+from megatron_rl.types import Metric, OffloadReport, RolloutGroup, StepReport, SyncReport
 from megatron_rl.workers.records import UpdateResult
 
 Metrics: TypeAlias = dict[str, float]
@@ -51,13 +50,10 @@ class StepSummary:
 
 def step_metrics(
     groups: list[RolloutGroup],
-    batch: TrainBatch,
     results: list[RewardResult],
     updates: list[UpdateResult],
-    train_logprobs: Tensor,
+    mismatch: dict[str, float],
     sync: SyncReport,
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
 ) -> Metrics:
     """What is measured of every step that samples, whatever the algorithm."""
     metrics = reward_metrics(results)
@@ -65,13 +61,8 @@ def step_metrics(
     metrics |= update_metrics([update.report for update in updates])
     metrics |= sum((update.offload for update in updates), OffloadReport()).metrics()
     metrics |= memory_metrics([update.memory_bytes for update in updates])
-    trainer_logprobs = train_logprobs if old_logprobs is None else old_logprobs
-    # All sequences: those that the update left out were looked at by a pass of their own.
-    seen = batch.loss_mask
-    metrics |= mismatch_metrics(trainer_logprobs[seen], batch.columns["rollout_logprobs"][seen])
-    if ref_logprobs is not None and "kl/ref" not in metrics:
-        metrics["kl/ref"] = float((trainer_logprobs[seen] - ref_logprobs[seen]).mean())
-    return metrics | sync.metrics()
+    # An update that measures the KL itself is asked first.
+    return mismatch | metrics | sync.metrics()
 
 
 def time_metrics(timings: Timings, num_tokens: int, busy_s: float) -> Metrics:
@@ -94,10 +85,10 @@ def memory_metrics(peaks: Sequence[int]) -> dict[str, float]:
     return {"memory/peak_gib": max(peaks) / 2**30} if peaks else {}
 
 
-def group_metrics(results: list[RewardResult], group_ids: Tensor, groups: list[RolloutGroup]) -> Metrics:
+def group_metrics(results: list[RewardResult], batch: Batch, groups: list[RolloutGroup]) -> Metrics:
     """Groups whose samples all score the same."""
     scores = torch.tensor([result.value for result in results], dtype=torch.float64)
-    return {"groups/flat": float(flat_groups(scores, group_ids).sum()) / len(groups[0].rollouts)}
+    return {"groups/flat": float(flat_groups(scores, batch.group_ids).sum()) / len(groups[0].rollouts)}
 
 
 def sampling_metrics(sampling: dict[str, float] | None = None) -> Metrics:
@@ -110,19 +101,9 @@ def count_metrics(counts: dict[str, float]) -> Metrics:
     return counts
 
 
-def critic_metrics(
-    batch: TrainBatch, seen_values: Tensor, returns: Tensor, critic_updates: list[UpdateResult] | None = None
-) -> Metrics:
-    """The critic's updates of one step, and how well its values foresaw the returns.
-
-    critic_updates: of a critic that is a model of its own.
-    """
-    mask = batch.loss_mask
-    metrics = {
-        "critic/value_mean": float(seen_values[mask].double().mean()),
-        "critic/return_mean": float(returns[mask].double().mean()),
-        "critic/explained_variance": explained_variance(seen_values, returns, mask),
-    }
+def critic_metrics(value_metrics: dict[str, float], critic_updates: list[UpdateResult] | None = None) -> Metrics:
+    """How well the values foresaw the returns, and the updates of a critic that is a model of its own."""
+    metrics = dict(value_metrics)
     if critic_updates is not None:
         own = update_metrics([update.report for update in critic_updates])
         metrics |= {name.replace("policy/", "critic/"): value for name, value in own.items()}
@@ -154,7 +135,7 @@ def sft_metrics(parts: Parts, updates: list[UpdateResult]) -> Metrics:
     return metrics if average is None else metrics | {"sft/loss_ema": average}
 
 
-def rollouts_summary(count: int, batch: TrainBatch, groups: list[RolloutGroup], results: list[RewardResult]) -> StepSummary:
+def rollouts_summary(count: int, batch: Batch, groups: list[RolloutGroup], results: list[RewardResult]) -> StepSummary:
     """With the first sample of `count` evenly spread prompts."""
     per_group = len(groups[0].rollouts)
     picked = [i * len(groups) // count for i in range(min(count, len(groups)))]
@@ -162,7 +143,7 @@ def rollouts_summary(count: int, batch: TrainBatch, groups: list[RolloutGroup], 
     return StepSummary(batch.num_tokens, samples)
 
 
-def batch_summary(batch: TrainBatch) -> StepSummary:
+def batch_summary(batch: Batch) -> StepSummary:
     """Of a step without rollouts."""
     return StepSummary(batch.num_tokens, [])
 

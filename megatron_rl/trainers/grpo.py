@@ -12,16 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algos.groups import flat_groups, sequence_sums
+from megatron_rl.algos.groups import flat_groups
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.experience.dynamic import differing, generate_differing
 from megatron_rl.experience.scoring import length_penalties, scores_of
 from megatron_rl.flow import Flow, Node, absent, node
 from megatron_rl.flow.node import Absent
 from megatron_rl.learning import credit, passes
+from megatron_rl.learning.batch import Batch
+from megatron_rl.learning.models import Assembled, Made, Models, load_rollouts
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
-from megatron_rl.types import Prompt, RolloutGroup, TrainBatch
+from megatron_rl.types import Prompt, RolloutGroup
 
 
 def grpo(parts: Parts) -> Flow:
@@ -41,7 +43,7 @@ def grpo(parts: Parts) -> Flow:
 
 def _sampling(parts: Parts) -> list[Node | Absent]:
     """Groups, their scores and the batch. Dynamic sampling samples and scores in turns, in one node."""
-    cfg, sampler, rewards = parts.cfg, parts.sampler, parts.rewards
+    cfg, models, sampler, rewards = parts.cfg, parts.models, parts.sampler, parts.rewards
     if cfg.algorithm.filter_groups.enable:
         turns = (cfg, sampler, rewards, parts.prompts.next)
         nodes = [node(generate_differing, *turns, name="generate", group="policy")]
@@ -52,13 +54,22 @@ def _sampling(parts: Parts) -> list[Node | Absent]:
             absent("sampling"),
         ]
     if not cfg.algorithm.adv_estimator.needs_greedy:
-        return [*nodes, absent("greedy"), node(passes.assemble, cfg), absent("baselines")]
+        return [*nodes, absent("greedy"), node(assemble, models, group="policy"), absent("baselines")]
     return [
         *nodes,
         node(sampler.greedy, group="policy"),
-        node(passes.assemble, cfg),
+        node(assemble, models, group="policy"),
         node(baselines, parts, group="reward"),
     ]
+
+
+def assemble(models: Models, groups: list[RolloutGroup], greedy: list[RolloutGroup] | None = None) -> Assembled:
+    """Plan which sequence goes to which mini-batch, rank and micro-batch, and have the ranks fetch their own.
+
+    greedy: waited for, if the step samples them, and not used: the engine gives its memory up to the first model pass.
+    """
+    batch, (plan,) = load_rollouts(models, groups, [models.cfg.actor_training])
+    return Assembled(batch, plan)
 
 
 def baselines(parts: Parts, greedy: list[RolloutGroup]) -> Tensor:
@@ -69,26 +80,23 @@ def baselines(parts: Parts, greedy: list[RolloutGroup]) -> Tensor:
 
 def advantages(
     parts: Parts,
-    batch: TrainBatch,
-    group_ids: Tensor,
+    batch: Batch,
     plan: BatchPlan,
-    groups: list[RolloutGroup],
     results: list[RewardResult],
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
+    old_logprobs: Made | None = None,
+    ref_logprobs: Made | None = None,
     baselines: Tensor | None = None,
 ) -> credit.TrainInputs:
     """Advantages and loss weights of every token; which sequences stay in the update."""
-    cfg, algorithm, lens = parts.cfg, parts.cfg.algorithm, credit.response_lens(batch)
-    penalties = length_penalties(cfg, lens)
+    cfg, algorithm, models = parts.cfg, parts.cfg.algorithm, parts.models
+    penalties = length_penalties(cfg, batch.response_lens)
     scores = scores_of(results, penalties)
-    rewards = credit.token_rewards(cfg, parts.kl_control, batch, scores, old_logprobs, ref_logprobs)
+    returns = credit.returns_of(models, parts.kl_control, batch, scores, old_logprobs, ref_logprobs)
     dropped = torch.zeros(batch.num_sequences, dtype=torch.bool)
     if algorithm.drop_flat_groups:
-        dropped = flat_groups(sequence_sums(rewards, batch.segments, batch.num_sequences), group_ids)
+        dropped = flat_groups(returns.returns, batch.group_ids)
     if algorithm.filter_groups.enable:
         differ = differing(algorithm.filter_groups.metric, results, penalties, cfg.rollout.n)
-        dropped |= ~torch.tensor(differ)[group_ids]
-    selection = credit.select_tokens(cfg, batch, groups, dropped, penalties, old_logprobs)
-    credits = credit.credit(algorithm.adv_estimator, batch, group_ids, rewards, kept=~dropped, baselines=baselines)
-    return credit.train_inputs(cfg, batch, group_ids, plan, selection, credits.advantages, old_logprobs, ref_logprobs)
+        dropped |= ~torch.tensor(differ)[batch.group_ids]
+    report, counts = credit.assign_credit(models, batch, returns, penalties, dropped, baselines)
+    return credit.TrainInputs(plan.keep(report.kept), credit.loss_columns(cfg), report.kept, counts)

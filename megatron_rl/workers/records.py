@@ -80,12 +80,10 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step. column: per micro-batch [T] float32 what the step started from, log-probabilities or values
-    by its objective, 0 off the mask. offload: what this rank moved since the step before. memory_bytes: see
-    peak_memory, of this rank.
-    """
+    """One optimizer step, as this rank saw it."""
 
     report: StepReport
-    column: tuple[torch.Tensor, ...]
     offload: OffloadReport = field(default_factory=OffloadReport)
+    """what it moved since the step before"""
     memory_bytes: int = field(default_factory=peak_memory)
+    """the most that it has held, see peak_memory"""

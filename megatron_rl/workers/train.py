@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_rl.config.run import RunConfig
+from megatron_rl.data.batching import MicroBatches
 from megatron_rl.errors import FlowError, MegatronRLError
 from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import quiet_libraries, setup_logging
+from megatron_rl.parallel.collectives import adder
 from megatron_rl.parallel.topology import topology_of
-from megatron_rl.types import TrainBatch
+from megatron_rl.types import Column
 from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.weights.heads import token_classifier_config
+from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.phases import PhaseName, RankMemory
-from megatron_rl.workers.records import Read, Role, RolePlan, SavedForm, TrainPlan, UpdateResult
+from megatron_rl.workers.records import ModelColumn, Read, Role, RolePlan, SavedForm, TrainPlan, UpdateResult
 
 if TYPE_CHECKING:
     from megatron_rl.workers.model import FrozenModel, TrainedModel
@@ -29,8 +32,11 @@ if TYPE_CHECKING:
 class TrainWorker:
     """Methods are called on all ranks at once (cluster/worker_group.py): each is a collective.
 
-    Every method enters the phase that it works in (workers/phases.py) and says no word about memory beyond that.
+    The batch of the step is in `batch` (workers/batch.py). Every method enters the phase that it works in
+    (workers/phases.py) and says no word about memory beyond that.
     """
+
+    batch: BatchWorker
 
     def __init__(
         self, rank: int, world: int, cfg: RunConfig, plan: TrainPlan, memory: RankMemory | None = None
@@ -53,6 +59,7 @@ class TrainWorker:
         device = torch.device("cpu")
         if plan.device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+        self.batch = BatchWorker(cfg, adder(groups.dp_group()), has_columns=groups.ends_pipeline())
         self.trained: dict[str, TrainedModel] = {}
         self.frozen: dict[str, FrozenModel] = {}
         for role, of_role in plan.roles.items():
@@ -68,23 +75,40 @@ class TrainWorker:
         """Bring the memory of this process where the phase has it."""
         self._memory.enter(phase, role)
 
-    def forward(self, micros: Sequence[TrainBatch], role: Role, read: Read) -> list[dict[str, torch.Tensor]]:
-        """What `read` asks of a role's model, per micro-batch: {column: [T] float32}, 0 where loss_mask is False."""
+    def forward(self, micros: MicroBatches, role: Role, read: Read, into: Mapping[ModelColumn, Column]) -> None:
+        """One pass of a role's model over sequences of the batch, which micro-batches name by number.
+
+        into: {what `read` asks for: the column of the batch that it is written to}.
+        """
         model = self.trained.get(role) or self.frozen.get(role)
         if model is None:
             raise self._no_role(role)
         self.enter("forward", role)
-        columns = model.forward(read, micros)
+        found = model.forward(read, self.batch.micros(micros))
         self.enter("between")
-        return columns
+        for name, column in into.items():
+            self.batch.write(column, micros, [of_micro[name] for of_micro in found])
 
-    def step(self, micros: Sequence[TrainBatch], role: Role, objective: Objective) -> UpdateResult:
-        """One optimizer step of a role's model over the micro-batches of all ranks."""
+    def step(
+        self,
+        micros: MicroBatches,
+        role: Role,
+        objective: Objective,
+        columns: Mapping[str, Column],
+        into: Column | None = None,
+    ) -> UpdateResult:
+        """One optimizer step of a role's model over the micro-batches of all ranks.
+
+        columns: {what the loss calls a column: the column of the batch}. into: the column that keeps what the step
+        started from, log-probabilities or values by its objective.
+        """
         model = self._trained(role)
         self.enter("update", role)
-        report, column = model.step(objective, micros)
+        report, found = model.step(objective, self.batch.micros(micros, columns))
         self.enter("between")
-        return UpdateResult(report, tuple(column), model.memory.take())
+        if into is not None:
+            self.batch.write(into, micros, found)
+        return UpdateResult(report, model.memory.take())
 
     def save(self, role: Role, path: str, form: SavedForm = "language_model") -> str:
         """A role's model as a Hugging Face folder at `path`, written by rank 0 from tensors of all ranks.

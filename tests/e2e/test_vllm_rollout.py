@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -48,20 +49,21 @@ def _gaps(engine: Any, trainable: Any, temperature: float) -> float:
     """Largest difference between the engine's log-probabilities and the trainer's over samples of short
     and long prompts.
     """
-    from megatron_rl.data.batching import from_rollouts
     from megatron_rl.rollout.engine import Request, Sampling
-    from megatron_rl.types import Prompt, RolloutGroup
+    from megatron_rl.workers.rank_batch import end_to_end
 
     generator = torch.Generator().manual_seed(0)
     prompts = [tuple(torch.randint(2, 128, (n,), generator=generator).tolist()) for n in (5, 17, 140, LONG_PROMPT)]
     sampling = Sampling(n=2, temperature=temperature, top_p=1.0, top_k=-1, max_tokens=NEW_TOKENS, stop_token_ids=(1,))
     samples = engine.generate([Request(p, seed=7 * i) for i, p in enumerate(prompts)], sampling)
     assert set(samples.oldest_version) == set(samples.newest_version) == {engine.weight_version}
-    groups = [
-        RolloutGroup(Prompt(i, prompt, "", "s", None), tuple(rollouts), engine.weight_version)
-        for i, (prompt, rollouts) in enumerate(zip(prompts, by_request(samples, 2), strict=True))
-    ]
-    batch, _ = from_rollouts(groups)
+    spans = [samples.span(row) for row in range(len(samples))]
+    batch = end_to_end(
+        [np.array(prompt, np.int32) for prompt in prompts],
+        [row // 2 for row in range(len(samples))],
+        [samples.token_ids[span] for span in spans],
+        [samples.logprobs[span] for span in spans],
+    )
     (found,) = forward_logprobs(trainable.model, [batch], temperature)
     return float((found["logprobs"] - batch.columns["rollout_logprobs"])[batch.loss_mask].abs().max())
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.algos.token_losses import TokenLoss
 from megatron_rl.config.sections.actor import ActorConfig, OptimConfig
-from megatron_rl.data.batching import plan_batches, select_micro_batches
+from megatron_rl.data.batching import plan_batches
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.types import TrainBatch
@@ -98,4 +98,4 @@ def my_micro_batches(batch: TrainBatch, actor: ActorConfig, rank: int, world: in
         multiple=actor.pp if actor.vpp > 1 else 1,
         packed=actor.packing,
     )
-    return select_micro_batches(batch, plan.minis[0])[topology.coords(rank).dp]
+    return [batch.select(micro) for micro in plan.minis[0][topology.coords(rank).dp]]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.algos.estimators.base import SequenceEstimator
 from megatron_rl.algos.gae import Sums, alone
 from megatron_rl.config.run import RunConfig
 from megatron_rl.parallel.collectives import adder
@@ -43,7 +44,7 @@ def _facts(cfg: RunConfig) -> SequenceFacts:
         kept=(torch.arange(7) != 2) & (torch.arange(7) != 4),
         minis=minis,
         critic_minis=MiniBatches(torch.tensor([s // 2 for s in range(7)]), 4) if cfg.needs.critic else None,
-        advantages=2 * of_sequence if cfg.algorithm.adv_estimator == "grpo" else None,
+        advantages=2 * of_sequence if isinstance(cfg.algorithm.adv_estimator, SequenceEstimator) else None,
     )
 
 

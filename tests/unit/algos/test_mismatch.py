@@ -16,9 +16,9 @@ from megatron_rl.flow import Node
 from megatron_rl.flow.run import PartialRun
 from megatron_rl.learning import passes
 from megatron_rl.learning.mismatch import MismatchGuard
+from megatron_rl.learning.models import Models
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.runs.trainer import StepUnderWay, Trainer
-from megatron_rl.types import TrainBatch
 from tests.helpers.config import load, only_fault
 
 PPO = ["algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae", "rollout.n=1"]
@@ -100,19 +100,11 @@ def test_n8_sequences_that_an_on_policy_update_leaves_out_get_a_pass_of_their_ow
 ) -> None:
     """N8: also where nothing is kept, and so nothing is updated."""
     seen: list[BatchPlan] = []
-
-    def old_logprobs(batch: TrainBatch, plan: BatchPlan) -> torch.Tensor:
-        seen.append(plan)
-        return torch.full((batch.num_tokens,), -1.0)
-
-    monkeypatch.setattr(passes, "old_logprobs", lambda models, batch, plan: old_logprobs(batch, plan))
-    models = passes.Models(
-        load(tmp_path, f"algorithm.rollout_correction.rollout_is={'token' if needs_old else 'null'}")
-    )
-    batch = TrainBatch(torch.zeros(6, dtype=torch.int64), (2, 2, 2), torch.ones(6, dtype=torch.bool))
-    found = passes.skipped_logprobs(models, batch, BatchPlan(((((0,), (1, 2)),),)), torch.tensor(kept))
-    assert (seen == []) if passed is None else (seen == [BatchPlan(passed)])
-    assert found.tolist() == [0.0 if passed is None else -1.0] * 6
+    models = Models(load(tmp_path, f"algorithm.rollout_correction.rollout_is={'token' if needs_old else 'null'}"))
+    monkeypatch.setattr(models, "forward", lambda plan, role, into: seen.append(plan))
+    column = passes.measure_left_out(models, BatchPlan(((((0,), (1, 2)),),)), torch.tensor(kept))
+    assert seen == ([] if passed is None else [BatchPlan(passed)])
+    assert column == ("old_logprobs" if needs_old else "train_logprobs")
 
 
 @pytest.mark.parametrize("settings", [[], PPO])

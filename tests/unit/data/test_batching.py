@@ -15,15 +15,11 @@ from megatron_rl.data.batching import (
     MicroBatches,
     assign_ranks,
     balanced,
-    collect_column,
-    from_rollouts,
     longest_first,
     plan_batches,
-    select_micro_batches,
     sequence_cost,
 )
 from megatron_rl.errors import DataError
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
 
 
 @settings(max_examples=150, deadline=None)
@@ -148,38 +144,11 @@ def test_longest_first_puts_each_item_once_and_heavy_lists_first() -> None:
     assert longest_first([1.0], 3) == [[0], [], []] and longest_first([], 2) == [[], []]
 
 
-def _batch(lens: tuple[int, ...]) -> TrainBatch:
-    total = sum(lens)
-    return TrainBatch(
-        torch.arange(total), lens, torch.ones(total, dtype=torch.bool), {"x": torch.arange(total).float()}
-    )
-
-
-def test_collect_column_inverts_select() -> None:
-    batch = _batch((3, 1, 4, 2, 5))
-    plan = plan_batches(batch.seq_lens, [0, 0, 1, 1, 1], dp=2, max_tokens=6)
-    micros = select_micro_batches(batch, plan.passes())
-    back = collect_column(batch, plan.passes(), [[m.columns["x"] for m in rank] for rank in micros])
-    assert torch.equal(back, batch.columns["x"])
-
-
 def test_keep_thins_micro_batches_and_keeps_their_number() -> None:
-    batch = _batch((3, 1, 4, 2))
-    plan = plan_batches(batch.seq_lens, [0, 0, 0, 0], dp=2, max_tokens=5)
+    plan = plan_batches((3, 1, 4, 2), [0, 0, 0, 0], dp=2, max_tokens=5)
     kept = torch.tensor([True, False, False, True])
     thin = plan.keep(kept)
     assert sorted(s for mini in thin.minis for rank in mini for micro in rank for s in micro) == [0, 3]
     assert [[len(rank) for rank in mini] for mini in thin.minis] == [
         [len(rank) for rank in mini] for mini in plan.minis
     ]
-
-
-def test_n6_rollouts_keep_every_sampled_id_and_mask_only_prompts() -> None:
-    """N6: ids as sampled, whatever they are: pad, several ends, none."""
-    prompt = Prompt(0, (5, 6), "ab", "s", "x")
-    rollouts = (Rollout((8, 1), (-0.5, -0.25), "stop", "c"), Rollout((1, 0, 1), (-1.0, -2.0, -3.0), "length", ""))
-    batch, groups = from_rollouts([RolloutGroup(prompt, rollouts, 0)])
-    assert batch.tokens.tolist() == [5, 6, 8, 1, 5, 6, 1, 0, 1]
-    assert batch.loss_mask.tolist() == [False, False, True, True, False, False, True, True, True]
-    assert batch.columns["rollout_logprobs"].tolist() == [0, 0, -0.5, -0.25, 0, 0, -1, -2, -3]
-    assert batch.seq_lens == (4, 5) and groups.tolist() == [0, 0]

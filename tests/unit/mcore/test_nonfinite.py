@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.config.sections.trainer import TrainerConfig
+from megatron_rl.data.batching import BatchPlan
 from megatron_rl.errors import CheckpointError, NonFiniteError
+from megatron_rl.learning.batch import Batch
+from megatron_rl.learning.models import Models
 from megatron_rl.learning.nonfinite import NonFiniteGuard
+from megatron_rl.learning.passes import look_at_columns
 from megatron_rl.runs.metrics import update_metrics
-from megatron_rl.types import BadMicroBatch, Metric, StepReport, TrainBatch
+from megatron_rl.types import BadMicroBatch, Column, Metric, Prompt, Rollout, RolloutGroup, StepReport
 from megatron_rl.weights.safetensors import refuse_nonfinite
+from tests.helpers.batch_rank import loaded
+from tests.helpers.config import load
 
 NAN, INF = float("nan"), float("inf")
 RANKS = (((0, 3), (1,)), ((4,), (2, 5)))
 """[dp][micro-batch] sequences"""
 ROWS = [f"a.jsonl row {number}" for number in (11, 12, 13, 14, 15, 16)]
+
+
+def names() -> list[str]:
+    """What each sequence is called."""
+    return ROWS
 
 
 def _report(*bad: BadMicroBatch, loss: float = NAN) -> StepReport:
@@ -55,7 +67,7 @@ def test_a_refused_step_names_step_mini_batch_model_ranks_and_rows(
     bad: tuple[BadMicroBatch, ...], parts: list[str], absent: list[str]
 ) -> None:
     with pytest.raises(NonFiniteError) as caught:
-        _guard().look(_report(*bad), "critic", 2, RANKS, ROWS)
+        _guard().look(_report(*bad), "critic", 2, RANKS, names)
     text = str(caught.value)
     for part in ["step 7, mini-batch 2", "critic's loss nan", "trainer.on_nonfinite=skip", *parts]:
         assert part in text, (part, text)
@@ -64,7 +76,7 @@ def test_a_refused_step_names_step_mini_batch_model_ranks_and_rows(
 
 def test_a_step_that_was_made_is_not_looked_at_further() -> None:
     guard = _guard()
-    guard.look(StepReport(1.0, 2.0, 1e-3), "actor", 1, RANKS, ROWS)
+    guard.look(StepReport(1.0, 2.0, 1e-3), "actor", 1, RANKS, names)
     assert guard.skips == 0 and guard.metrics({"policy": []}) == {}
 
 
@@ -76,18 +88,18 @@ def test_skips_end_at_their_limit_over_all_steps(limit: int, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         for number in range(limit):
             guard.step = number
-            guard.look(report, "actor", 1, RANKS, ROWS)
+            guard.look(report, "actor", 1, RANKS, names)
     assert [f"passed over ({n} of at most {limit})" in r.message for n, r in enumerate(caplog.records, 1)] == [
         True
     ] * limit
     assert all("row 12" in record.message for record in caplog.records)
     with pytest.raises(NonFiniteError, match=rf"{limit} mini-batches .*trainer.max_nonfinite_skips"):
-        guard.look(report, "actor", 1, RANKS, ROWS)
+        guard.look(report, "actor", 1, RANKS, names)
 
 
 def test_skips_are_counted_by_model_and_in_all() -> None:
     guard = _guard(on_nonfinite="skip")
-    guard.look(_report(), "actor", 1, RANKS, ROWS)
+    guard.look(_report(), "actor", 1, RANKS, names)
     found = guard.metrics({"policy": [_report(), StepReport(1.0, 1.0, 0.1)], "critic": [StepReport(1.0, 1.0, 0.1)]})
     assert found == {"policy/nonfinite_skips": 1.0, "critic/nonfinite_skips": 0.0, "trainer/nonfinite_skips": 1.0}
 
@@ -99,33 +111,33 @@ def test_steps_that_were_not_made_are_in_no_mean() -> None:
     assert update_metrics([lost]) == {"policy/updates": 0.0}
 
 
-def _batch(**columns: float) -> TrainBatch:
-    """Three sequences of two tokens; each named column has the given value at the second token of the second one."""
-    filled = {}
-    for name, value in columns.items():
-        filled[name] = torch.zeros(6)
-        filled[name][3] = value
-    mask = torch.tensor([False, True] * 3)
-    return TrainBatch(torch.zeros(6, dtype=torch.int64), (2, 2, 2), mask, filled)
+def _models(folder: Path, name: Column, value: float, *settings: str) -> tuple[Models, Batch]:
+    """Three sequences of two tokens; the named column has the value at the second token of the second one."""
+    groups = [
+        RolloutGroup(Prompt(g, (5,), "", "", None, where=ROWS[g]), (Rollout((7,), (-1.0,), "stop", ""),), 0)
+        for g in range(3)
+    ]
+    models, batch, _ = loaded(load(folder, *settings), groups)
+    models.guard.step = 7
+    models.put(batch, name, torch.tensor([0.0, 0.0, 0.0, value, 0.0, 0.0]))
+    return models, batch
 
 
 @pytest.mark.parametrize("name", ["advantages", "returns", "old_logprobs", "ref_logprobs", "loss_weights"])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_columns_of_the_loss_are_looked_at_before_the_first_mini_batch(name: str, value: float) -> None:
+def test_columns_of_the_loss_are_looked_at_before_the_first_mini_batch(
+    tmp_path: Path, name: Column, value: float
+) -> None:
+    models, batch = _models(tmp_path, name, value)
     with pytest.raises(NonFiniteError) as caught:
-        _guard().look_at_columns(_batch(**{name: value}), "actor", [0, 1, 2], ROWS)
+        look_at_columns(models, batch, BatchPlan(((((0, 1), (2,)),),)), "actor", {name: name})
     text = str(caught.value)
-    for part in ("step 7", name.replace("_", " "), "1 sequences", "a.jsonl row 12", "rewards"):
+    for part in ("step 7", name.replace("_", " "), "1 sequences", "a.jsonl row 12 sample 1", "rewards"):
         assert part in text
-    # Where the sequence takes no part in the update, or mini-batches are skipped, it ends nothing here.
-    _guard().look_at_columns(_batch(**{name: value}), "actor", [0, 2], ROWS)
-    _guard(on_nonfinite="skip").look_at_columns(_batch(**{name: value}), "actor", [0, 1, 2], ROWS)
-
-
-def test_untrained_tokens_may_hold_anything() -> None:
-    batch = _batch(advantages=0.0)
-    batch.columns["advantages"][2] = NAN
-    _guard().look_at_columns(batch, "actor", [0, 1, 2], ROWS)
+    # If the sequence takes no part in the update, or mini-batches are skipped, it ends nothing here.
+    look_at_columns(models, batch, BatchPlan(((((0,), (2,)),),)), "actor", {name: name})
+    skips, batch = _models(tmp_path / "skips", name, value, "trainer.on_nonfinite=skip")
+    look_at_columns(skips, batch, BatchPlan(((((0, 1), (2,)),),)), "actor", {name: name})
 
 
 def test_tensors_that_are_not_finite_are_named_file_by_file() -> None:

@@ -12,16 +12,19 @@ import torch
 from megatron_rl.config.checks.unused import idle_settings
 from megatron_rl.config.sections.algorithm import KlCtrlConfig
 from megatron_rl.config.tables import batch_table
-from megatron_rl.data.batching import BatchPlan, from_rollouts
-from megatron_rl.learning.credit import token_rewards
+from megatron_rl.learning.batch import Batch, OnRanks
+from megatron_rl.learning.credit import returns_of
 from megatron_rl.learning.kl_control import KlControl
 from megatron_rl.models.config_json import read_critic_shape
 from megatron_rl.models.layouts import Block
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
-from megatron_rl.trainers.ppo import advantages
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, TrainBatch
+from megatron_rl.trainers.ppo import PpoBatch, advantages, assemble
+from megatron_rl.types import Column, Prompt, Rollout, RolloutGroup, TrainBatch
 from megatron_rl.weights.heads import ValueHeadSource
+from megatron_rl.workers.rank_batch import RankBatch
+from megatron_rl.workers.token_work import token_rewards
+from tests.helpers.batch_rank import start_models
 from tests.helpers.config import faults, load, make_model
 
 EOS, PAD = 1, 1
@@ -30,18 +33,8 @@ PPO = ("algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae"
 RESPONSES = ((8, EOS), (9, 9, 9), (PAD, 7, EOS), (5, 2), (EOS,))
 
 
-def parts_of(folder: Path, *overrides: str) -> Parts:
-    """The arithmetic's surroundings: no data, no workers."""
-    return Parts(load(folder, *PPO, "data.train_batch_size=5", *overrides))
-
-
-def rewards_of(parts: Parts, batch: TrainBatch, results: list[RewardResult], *logprobs: torch.Tensor) -> torch.Tensor:
-    old, ref = logprobs or (None, None)
-    scores = torch.tensor([result.value for result in results])
-    return token_rewards(parts.cfg, parts.kl_control, batch, scores, old, ref)
-
-
-def rollouts() -> tuple[list[RolloutGroup], TrainBatch, torch.Tensor, list[RewardResult]]:
+def parts_of(folder: Path, *overrides: str) -> tuple[Parts, PpoBatch, list[RewardResult]]:
+    """A run without data and models: one rank of this process holds the rollouts, which score 1, 2, ..."""
     groups = [
         RolloutGroup(
             Prompt(i, (5, 6), "", "s", None),
@@ -50,38 +43,59 @@ def rollouts() -> tuple[list[RolloutGroup], TrainBatch, torch.Tensor, list[Rewar
         )
         for i, ids in enumerate(RESPONSES)
     ]
-    batch, group_ids = from_rollouts(groups)
-    return groups, batch, group_ids, [RewardResult(float(i + 1)) for i in range(len(groups))]
+    parts = Parts(load(folder, *PPO, "data.train_batch_size=5", *overrides))
+    start_models(parts.models)
+    return parts, assemble(parts.models, groups), [RewardResult(float(i + 1)) for i in range(len(groups))]
+
+
+def column(parts: Parts, batch: Batch, name: Column) -> torch.Tensor:
+    return parts.models.fetch(batch, OnRanks(name))
+
+
+def trained_mask(batch: Batch) -> torch.Tensor:
+    """[T] bool: all but the two tokens of each prompt."""
+    return torch.cat([torch.arange(length) >= 2 for length in batch.seq_lens])
+
+
+def on_one_rank(step: PpoBatch) -> RankBatch:
+    """The same tokens, as a rank has them."""
+    lens = step.batch.seq_lens
+    mask = trained_mask(step.batch)
+    return RankBatch(range(len(lens)), TrainBatch(torch.zeros(len(mask), dtype=torch.int64), lens, mask))
 
 
 def test_n6_the_reward_sits_on_the_last_sampled_token_whatever_that_is(tmp_path: Path) -> None:
     """N6: with and without an end, with pad == eos, with an end alone; the ids themselves are never looked at."""
-    _, batch, _, results = rollouts()
-    rewards = rewards_of(parts_of(tmp_path), batch, results)
-    ends = torch.cumsum(torch.tensor(batch.seq_lens), 0) - 1
+    _, step, _ = parts_of(tmp_path)
+    rewards = token_rewards(on_one_rank(step), torch.arange(1.0, 6.0), 0.0)
+    ends = torch.cumsum(torch.tensor(step.batch.seq_lens), 0) - 1
     assert rewards[ends].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] and rewards.count_nonzero() == len(ends)
-    assert bool(batch.loss_mask[ends].all()), "the last token of a sequence is a sampled one"
+    assert bool(trained_mask(step.batch)[ends].all()), "the last token of a sequence is a sampled one"
 
 
 def test_the_kl_of_the_reward_lies_on_every_sampled_token_and_nowhere_else(tmp_path: Path) -> None:
-    _, batch, _, results = rollouts()
-    parts = parts_of(tmp_path, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
-    old, ref = torch.full((batch.num_tokens,), -1.0), torch.full((batch.num_tokens,), -1.2)
-    plain = rewards_of(parts_of(tmp_path), batch, results)
-    shaped = rewards_of(parts, batch, results, old, ref)
-    assert torch.allclose(shaped, plain - 0.5 * 0.2 * batch.loss_mask)
+    """On the ranks as a column, on the controller as sums."""
+    parts, step, _ = parts_of(tmp_path, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
+    scores = torch.arange(1.0, 6.0, dtype=torch.float64)
+    returns = returns_of(parts.models, parts.kl_control, step.batch, scores, -1.0, -1.2)
+    kl, mask = column(parts, step.batch, "kl"), trained_mask(step.batch)
+    assert torch.allclose(kl, 0.2 * mask)
+    assert torch.allclose(returns.returns, scores - 0.5 * 0.2 * step.batch.response_lens)
     assert parts.kl_control.metrics() == {"kl/reward": pytest.approx(0.2), "kl/coef": 0.5}
+    ranks = on_one_rank(step)
+    ranks.put("kl", kl)
+    shaped = token_rewards(ranks, scores, returns.kl_coef)
+    assert torch.allclose(shaped, token_rewards(ranks, scores, 0.0) - 0.5 * 0.2 * mask)
 
 
 @pytest.mark.parametrize("whitened", [True, False])
 def test_advantages_are_gae_by_hand_and_whitened_over_the_step(tmp_path: Path, whitened: bool) -> None:
     """A constant in the critic's place; gamma and lam by hand, one sequence at a time."""
-    groups, batch, group_ids, results = rollouts()
-    parts = parts_of(
+    parts, step, results = parts_of(
         tmp_path, "algorithm.gamma=0.9", "algorithm.lam=0.8", f"algorithm.whiten_advantages={str(whitened).lower()}"
     )
-    plan = BatchPlan((((tuple(range(5)),),),))
-    found = advantages(parts, batch, group_ids, plan, groups, results, 0.25)
+    batch = step.batch
+    found = advantages(parts, batch, step.plan, results, 0.25)
     wanted_advantages, wanted_returns = list[float](), list[float]()
     for ids, result in zip(RESPONSES, results, strict=True):
         rewards = [0.0] * (len(ids) - 1) + [result.value]
@@ -95,41 +109,36 @@ def test_advantages_are_gae_by_hand_and_whitened_over_the_step(tmp_path: Path, w
     wanted = torch.tensor(wanted_advantages)
     if whitened:
         wanted = (wanted - wanted.mean()) / (wanted.std() + 1e-8)
-    mask = batch.loss_mask
-    assert torch.allclose(found.train_batch.columns["advantages"][mask], wanted, atol=1e-5)
-    assert torch.allclose(found.returns[mask], torch.tensor(wanted_returns), atol=1e-5)
-    assert torch.equal(found.critic_batch.columns["returns"], found.returns)
-    assert float(found.critic_batch.columns["loss_weights"].sum()) == pytest.approx(1.0)
-    assert not found.train_batch.columns["advantages"][~mask].any() and not found.seen_values[~mask].any()
+    mask, returns = trained_mask(batch), column(parts, batch, "returns")
+    assert torch.allclose(column(parts, batch, "advantages")[mask], wanted, atol=1e-5)
+    assert torch.allclose(returns[mask], torch.tensor(wanted_returns), atol=1e-5)
+    assert found.critic_columns == {"old_values": "values", "returns": "returns", "loss_weights": "critic_weights"}
+    assert float(column(parts, batch, "critic_weights").sum()) == pytest.approx(1.0)
+    assert not column(parts, batch, "advantages")[~mask].any() and not column(parts, batch, "values")[~mask].any()
+    assert found.value_metrics["critic/value_mean"] == pytest.approx(0.25)
+    assert found.value_metrics["critic/return_mean"] == pytest.approx(float(returns[mask].mean()))
 
 
 def test_the_critic_learns_from_truncated_responses_that_the_actor_leaves_out(tmp_path: Path) -> None:
-    groups, batch, group_ids, results = rollouts()
-    parts = parts_of(tmp_path, "algorithm.overlong_filtering=true")
-    found = advantages(parts, batch, group_ids, BatchPlan((((tuple(range(5)),),),)), groups, results, 0.0)
+    parts, step, results = parts_of(tmp_path, "algorithm.overlong_filtering=true")
+    found = advantages(parts, step.batch, step.plan, results, 0.0)
     assert found.kept.tolist() == [True, False, True, True, True]
-    cut = batch.segments == 1
-    assert not found.train_batch.columns["loss_weights"][cut].any()
-    assert int((found.critic_batch.columns["loss_weights"][cut] > 0).sum()) == 3
-
-
-def _kl_batch(lens: tuple[int, ...]) -> TrainBatch:
-    total = sum(lens)
-    return TrainBatch(torch.zeros(total, dtype=torch.int64), lens, torch.ones(total, dtype=torch.bool))
+    cut = torch.repeat_interleave(torch.arange(5), torch.tensor(step.batch.seq_lens)) == 1
+    assert not column(parts, step.batch, "loss_weights")[cut].any()
+    assert int((column(parts, step.batch, "critic_weights")[cut] > 0).sum()) == 3
 
 
 def test_the_adaptive_kl_weight_follows_ziegler_2019() -> None:
     """coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * S / horizon, KL a mean over sequences, not over tokens."""
     control = KlControl(KlCtrlConfig(type="adaptive", kl_coef=0.2, target_kl=0.5, horizon=40))
-    batch = _kl_batch((1, 3))
-    control.observe(torch.tensor([0.5, 0.55, 0.55, 0.55]), batch)  # mean of 0.5 and 0.55: 5 % over the target
+    control.observe(torch.tensor([0.5, 0.55]))  # 5 % over the target
     assert control.metrics() == {"kl/reward": pytest.approx(0.525), "kl/coef": 0.2}
     assert control.coef == pytest.approx(0.2 * (1 + 0.05 * 2 / 40))
     coef = control.coef
-    control.observe(torch.full((4,), 50.0), batch)
+    control.observe(torch.full((2,), 50.0))
     assert control.coef == pytest.approx(coef * (1 + 0.2 * 2 / 40)), "a far miss moves it by 20 % a horizon"
     coef = control.coef
-    control.observe(torch.zeros(4), batch)
+    control.observe(torch.zeros(2))
     assert control.coef == pytest.approx(coef * (1 - 0.2 * 2 / 40))
     resumed = KlControl(KlCtrlConfig(type="adaptive"))
     resumed.restore(control.state())
@@ -138,7 +147,7 @@ def test_the_adaptive_kl_weight_follows_ziegler_2019() -> None:
 
 def test_a_fixed_kl_weight_stays() -> None:
     control = KlControl(KlCtrlConfig(kl_coef=0.2))
-    control.observe(torch.full((4,), 50.0), _kl_batch((2, 2)))
+    control.observe(torch.full((2,), 50.0))
     assert control.coef == 0.2
 
 
