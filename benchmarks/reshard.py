@@ -170,18 +170,18 @@ def reshard(
 ) -> tuple[Callable[[], Cost], int]:
     """This package; and the plan's minimum for this rank."""
     from megatron_rl.mcore.shards import live_parameters
-    from megatron_rl.parallel.links import Links
-    from megatron_rl.reshard.execute import Side, Transfer
+    from megatron_rl.parallel.p2p import P2PGroup
+    from megatron_rl.reshard.execute import TensorSet, Transfer
 
     shape, actor = policy.shape, policy.parallel
     stages = actor.stages(shape.num_layers)
     trainers = trainer_shards(shape, FAMILIES[shape.architecture], topology_of(actor, case.world), stages)
     plan = make_plan(trainers, shards)
     sides = trainers[rank].params, shards[rank].params
-    transfer = Transfer(plan, Links(), *sides, trainer_dtype=DTYPE, engine_dtype=DTYPE, cap_bytes=cap_bytes)
+    transfer = Transfer(plan, P2PGroup(), *sides, trainer_dtype=DTYPE, engine_dtype=DTYPE, cap_bytes=cap_bytes)
 
     def sync() -> Cost:
-        sources, targets = Side.of(live_parameters(policy)), Side.of(engine)
+        sources, targets = TensorSet.of(live_parameters(policy)), TensorSet.of(engine)
         assert not transfer.faults(sources, targets)
         moved = transfer.run(sources, targets, "benchmark")
         transfer.wait(targets)

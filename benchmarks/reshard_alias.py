@@ -33,7 +33,7 @@ from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.parallel.links import Links
+from megatron_rl.parallel.p2p import P2PGroup
 from megatron_rl.reshard.alias import find_sharing
 from megatron_rl.reshard.execute import Transfer
 from megatron_rl.reshard.plan import Shard, make_plan
@@ -221,7 +221,7 @@ class Bench:
         dtype = self.trainer.flat.dtype
         transfer = Transfer(
             make_plan([Shard(0, self.trainer.params)], [Shard(0, self.table)]),
-            Links(),
+            P2PGroup(),
             self.trainer.params,
             live_params(self.table, engine.shapes()),
             trainer_dtype=dtype,

@@ -37,6 +37,10 @@ class ReshardError(MegatronRLError, RuntimeError):
     """A weight transfer that would leave the engine different from the trainer."""
 
 
+class P2PError(MegatronRLError, RuntimeError):
+    """A message or a consensus check between ranks that did not finish in time: a rank is stuck, dead or elsewhere."""
+
+
 class RolloutError(MegatronRLError, RuntimeError):
     """An engine that cannot serve a request as it was asked."""
 

@@ -112,16 +112,16 @@ class _Console(Console):
     """Standard output whose reader may go away (`| head`), or whose disk may fill up: work goes on without it."""
 
     def on_broken_pipe(self) -> None:
-        self._give_up("its reader is gone")
+        self._fail_sample("its reader is gone")
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except (OSError, ValueError) as error:
             # ValueError: the stream was closed in this process.
-            self._give_up(str(error))
+            self._fail_sample(str(error))
 
-    def _give_up(self, reason: str) -> None:
+    def _fail_sample(self, reason: str) -> None:
         del self._buffer[:]
         if self.quiet:
             return

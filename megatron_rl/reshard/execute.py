@@ -1,7 +1,7 @@
-"""One rank's part of a plan, carried out on live tensors: local copies, and buckets from rank to rank.
+"""Executes one rank's part of a plan on live tensors: local copies, and buckets sent from rank to rank.
 
-Nothing is decided here: what goes where is the plan's (plan.py), what travels together is the schedule's (rounds.py).
-Ranks are the plan's process numbers, which are places in the group of the links.
+Nothing is decided here: the plan (plan.py) says what goes where, the schedule (rounds.py) what is sent together.
+Ranks are the plan's process numbers, which are positions in the process group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.models.rules import LocalParam
 from megatron_rl.ops.copies import CopyBatch
-from megatron_rl.parallel.links import Links, PeerMessage, Pending
+from megatron_rl.parallel.p2p import P2PGroup, PeerMessage, Pending
 from megatron_rl.reshard.plan import BlockIndex, Move, Place, Plan, RankBytes
 from megatron_rl.reshard.rounds import Bucket, Round, rounds_of_rank, row_size
 
@@ -36,38 +36,40 @@ class Moved:
     staging: int = 0
 
 
-Marks = tuple[tuple[object, ...], ...]
-"""Which tensors these are: their names, addresses, shapes, strides and dtypes, not values."""
+Fingerprint = tuple[tuple[object, ...], ...]
+"""Identity of a set of tensors: names, addresses, shapes, strides and dtypes, not values."""
 
 
-def marks_of(tensors: Tensors) -> Marks:
-    """Equal for as long as every tensor is where and what it was."""
-    held = tensors.values()
+def fingerprint_of(tensors: Tensors) -> Fingerprint:
+    """Unchanged as long as every tensor keeps its address, shape, stride and dtype."""
+    values = tensors.values()
     read = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
-    return (tuple(tensors), *(tuple(map(what, held)) for what in read), tuple(tensor.dtype for tensor in held))
+    return (tuple(tensors), *(tuple(map(what, values)) for what in read), tuple(tensor.dtype for tensor in values))
 
 
 @dataclass(frozen=True)
-class Side:
-    """This rank's tensors of the trainer or of the engine, as one sync finds them. Marks are taken once: reading them
-    costs as much as copying what sharing leaves.
+class TensorSet:
+    """This rank's tensors of the trainer or of the engine, during one sync.
+
+    The fingerprint is computed once per sync: it costs as much as the copies that remain after aliasing.
     """
 
     tensors: Tensors
-    marks: Marks
+    fingerprint: Fingerprint
 
     @staticmethod
-    def of(tensors: Tensors) -> Side:
-        return Side(tensors, marks_of(tensors))
+    def of(tensors: Tensors) -> TensorSet:
+        return TensorSet(tensors, fingerprint_of(tensors))
 
 
 @dataclass
 class _Bound:
-    """Views into the live tensors, good for as long as both sides have these marks. written: storages that the copies
-    write to. local, aliased: bytes.
+    """Views into the live tensors, valid as long as both sides keep these fingerprints.
+
+    written: storages that the copies write to. local, aliased: bytes.
     """
 
-    marks: tuple[Marks, Marks]
+    fingerprints: tuple[Fingerprint, Fingerprint]
     padding: list[torch.Tensor]
     copies: CopyBatch
     written: set[int]
@@ -76,12 +78,12 @@ class _Bound:
 
 
 class Transfer:
-    """Carries out a plan, again and again. `faults` first, on every rank; `run` where no rank has any."""
+    """Executes a plan, once per sync: call `faults` on every rank first, and `run` if no rank has any."""
 
     def __init__(
         self,
         plan: Plan,
-        links: Links,
+        group: P2PGroup,
         trainer: Sequence[LocalParam],
         engine: Sequence[LocalParam],
         *,
@@ -92,53 +94,53 @@ class Transfer:
         """trainer, engine: this rank's parameters on each side, empty where it has no such side; all of a side have
         its dtype. cap_bytes: of staging memory. Raises ReshardError where the cap does not hold a row of some tensor.
         """
-        self.plan, self.links = plan, links
+        self.plan, self.group = plan, group
         self._trainer, self._engine = tuple(trainer), tuple(engine)
         self._trainer_dtype, self._engine_dtype = trainer_dtype, engine_dtype
         self._cap_bytes = cap_bytes
         self._from_trainer, self._from_engine = BlockIndex(self._trainer), BlockIndex(self._engine)
-        self._local = plan.of_rank(links.rank).local
+        self._local = plan.of_rank(group.rank).local
         self.rounds = rounds_of_rank(
             [move for move in plan.moves if move.source != move.target],
-            links.rank,
+            group.rank,
             element_size=lambda wave: self._wire_dtype(wave).itemsize,
             cap_bytes=cap_bytes,
         )
         self._bound: _Bound | None = None
-        self._faultless: tuple[tuple[Marks, Marks], frozenset[str]] | None = None
+        self._faultless: tuple[tuple[Fingerprint, Fingerprint], frozenset[str]] | None = None
 
     @property
     def key(self) -> str:
-        """What all ranks must have alike beside the plan."""
+        """What must be the same on all ranks, besides the plan."""
         return f"{self._trainer_dtype} {self._engine_dtype} {self._cap_bytes}"
 
     def planned(self) -> RankBytes:
         """Byte counts of this rank by the plan."""
-        return self.plan.bytes_of(self.links.rank, self._wire_dtype(0).itemsize)
+        return self.plan.bytes_of(self.group.rank, self._wire_dtype(0).itemsize)
 
     def _wire_dtype(self, wave: int) -> torch.dtype:
-        """Values are cast before they travel where that makes them smaller; engines forward what they hold."""
+        """Values are cast before they are sent if that makes them smaller; engines forward their own values."""
         smaller = self._trainer_dtype.itemsize < self._engine_dtype.itemsize
         return self._trainer_dtype if wave == 0 and smaller else self._engine_dtype
 
-    def faults(self, sources: Side, targets: Side, shared: Collection[str] = ()) -> list[str]:
+    def faults(self, sources: TensorSet, targets: TensorSet, shared: Collection[str] = ()) -> list[str]:
         """Everything that keeps this rank from carrying out the plan: missing, surplus, misshaped or mistyped tensors,
         and memory shared where it must not be, or no longer where it must. Reads no values.
 
         shared: engine parameters that were made views of the trainer's.
         """
-        seen = (sources.marks, targets.marks), frozenset(shared)
+        seen = (sources.fingerprint, targets.fingerprint), frozenset(shared)
         if seen == self._faultless:
             return []
-        found = _differences("trainer", self._trainer, self._trainer_dtype, sources.tensors)
-        found += _differences("engine", self._engine, self._engine_dtype, targets.tensors)
-        found = found or self._parted(sources, targets, shared) + self._overlaps(sources, targets)
-        if not found:
+        faults = _differences("trainer", self._trainer, self._trainer_dtype, sources.tensors)
+        faults += _differences("engine", self._engine, self._engine_dtype, targets.tensors)
+        faults = faults or self._no_longer_aliased(sources, targets, shared) + self._overlaps(sources, targets)
+        if not faults:
             self._faultless = seen
-        return found
+        return faults
 
-    def _parted(self, sources: Side, targets: Side, shared: Collection[str]) -> list[str]:
-        """Parameters that are not the trainer's memory any more, though the engine was built on it."""
+    def _no_longer_aliased(self, sources: TensorSet, targets: TensorSet, shared: Collection[str]) -> list[str]:
+        """Parameters that no longer alias the trainer's memory, though the engine was built on it."""
         written = self._bind(sources, targets).written
         return [
             f"the engine's {name} was a view of the trainer's weights, and the trainer's were allocated anew since: "
@@ -147,7 +149,7 @@ class Transfer:
             if _storage(targets.tensors[name]) in written
         ]
 
-    def _overlaps(self, sources: Side, targets: Side) -> list[str]:
+    def _overlaps(self, sources: TensorSet, targets: TensorSet) -> list[str]:
         """Engine parameters in the trainer's memory that the plan would write to."""
         received = {
             place.param
@@ -166,7 +168,7 @@ class Transfer:
         ]
 
     @torch.no_grad()
-    def run(self, sources: Side, targets: Side, phase: str) -> Moved:
+    def run(self, sources: TensorSet, targets: TensorSet, phase: str) -> Moved:
         """Every byte of the engine's parameters on this rank, from trainers' and other engines' ranks.
 
         Rows of an engine parameter past its blocks (a padded vocabulary) become 0. Raises ReshardError at a deadline.
@@ -186,17 +188,17 @@ class Transfer:
             staging=staging,
         )
 
-    def wait(self, targets: Side) -> None:
-        """Until a run is done on the device: an engine may read on another stream."""
+    def wait(self, targets: TensorSet) -> None:
+        """Wait until a run is done on the device: an engine may read on another stream."""
         if any(tensor.is_cuda for tensor in targets.tensors.values()):
             torch.cuda.current_stream().synchronize()
 
     # Within this rank.
 
     @torch.no_grad()
-    def _bind(self, sources: Side, targets: Side) -> _Bound:
-        marks = sources.marks, targets.marks
-        if self._bound is None or self._bound.marks != marks:
+    def _bind(self, sources: TensorSet, targets: TensorSet) -> _Bound:
+        fingerprints = sources.fingerprint, targets.fingerprint
+        if self._bound is None or self._bound.fingerprints != fingerprints:
             pairs = [
                 copy for move in self._local for copy in self._local_copies(move, sources.tensors, targets.tensors)
             ]
@@ -210,7 +212,7 @@ class Transfer:
             trained = {_storage(tensor) for tensor in sources.tensors.values()} - written
             local = sum(to.nbytes for to, _ in copies)
             self._bound = _Bound(
-                marks,
+                fingerprints,
                 [rows for rows in padding if len(rows) and _storage(rows) not in trained],
                 CopyBatch(copies),
                 written,
@@ -239,11 +241,11 @@ class Transfer:
     def _travel(self, sources: Tensors, targets: Tensors, phase: str) -> int:
         """All rounds, two in flight; the bytes of staging memory."""
         sizes = [max((rnd.num_bytes for rnd in self.rounds[parity::2]), default=0) for parity in (0, 1)]
-        arenas = [torch.empty(size, dtype=torch.uint8, device=self.links.device) for size in sizes]
+        arenas = [torch.empty(size, dtype=torch.uint8, device=self.group.device) for size in sizes]
         before: tuple[Round, list[PeerMessage], Pending] | None = None
         for number, rnd in enumerate(self.rounds):
             if before is not None and before[0].wave != rnd.wave:
-                # What engines forward has to be in their parameters first.
+                # Engines forward values of the wave before: these must be in their parameters first.
                 self._unpack(*before, targets)
                 before = None
             arena, at = arenas[number % 2], 0
@@ -258,7 +260,7 @@ class Transfer:
                 for slot, there in _slots(bucket, data, self._wire_dtype(rnd.wave), index, tensors, _each_once):
                     slot.copy_(there)
             place = f"{phase}, wave {rnd.wave}, round {number} of {len(self.rounds)}"
-            pending = self.links.post(sends, receives, place)
+            pending = self.group.post(sends, receives, place)
             if before is not None:
                 self._unpack(*before, targets)
             before = rnd, receives, pending
@@ -293,19 +295,19 @@ def _slots(
             yield part, _view(tensors, place)
 
 
-def _differences(side: str, params: Sequence[LocalParam], dtype: torch.dtype, held: Tensors) -> list[str]:
+def _differences(side: str, params: Sequence[LocalParam], dtype: torch.dtype, tensors: Tensors) -> list[str]:
     expected = {param.name: param.shape for param in params}
-    found = [f"the {side} has no {name}, which the plan was made with" for name in expected if name not in held]
-    found += [f"the {side} has {name}, which the plan does not know" for name in held if name not in expected]
-    for name in expected.keys() & held.keys():
-        tensor = held[name]
+    faults = [f"the {side} has no {name}, which the plan was made with" for name in expected if name not in tensors]
+    faults += [f"the {side} has {name}, which the plan does not know" for name in tensors if name not in expected]
+    for name in expected.keys() & tensors.keys():
+        tensor = tensors[name]
         if tuple(tensor.shape) != expected[name]:
-            found.append(f"the {side}'s {name} is {list(tensor.shape)}, the plan was made for {list(expected[name])}")
+            faults.append(f"the {side}'s {name} is {list(tensor.shape)}, the plan was made for {list(expected[name])}")
         elif tensor.dtype != dtype:
-            found.append(f"the {side}'s {name} is {tensor.dtype}, the plan was made for {dtype}")
+            faults.append(f"the {side}'s {name} is {tensor.dtype}, the plan was made for {dtype}")
         elif not tensor.is_contiguous():
-            found.append(f"the {side}'s {name} is not contiguous")
-    return sorted(found)
+            faults.append(f"the {side}'s {name} is not contiguous")
+    return sorted(faults)
 
 
 def _storage(tensor: torch.Tensor) -> int:

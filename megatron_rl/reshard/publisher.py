@@ -1,13 +1,12 @@
-"""From the trainer's weights to the engine's: in order, checked, and never silently stale.
+"""Publishes the trainer's weights to the engines: in order, checked, never silently stale.
 
-A publisher is one rank's. All ranks that train or generate publish together, whether they do both (colocated) or one of
+Each rank has a publisher. All ranks that train or generate publish together, whether they do both (colocated) or one of
 the two (disaggregated). Memory phases, in order: the engine's weights wake, values move, the prefix cache is cleared
-and the version bumped, what the trainer lent leaves the device, the KV cache wakes.
+and the version bumped, the trainer's weights may leave the device (`release`), the KV cache wakes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -15,8 +14,8 @@ from typing import Protocol
 import torch
 
 from megatron_rl.errors import MegatronRLError, ReshardError
-from megatron_rl.parallel.links import Word
-from megatron_rl.reshard.execute import Marks, Side, Tensors, Transfer
+from megatron_rl.parallel.p2p import RankStatus
+from megatron_rl.reshard.execute import Fingerprint, Tensors, TensorSet, Transfer
 from megatron_rl.types import SyncReport
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -26,8 +25,8 @@ _SAMPLES = 1 << 16
 _SAMPLED_AS = 32
 
 
-class WeightTaker(Protocol):
-    """The part of an engine that weights go to (rollout/engine.py)."""
+class WeightReceiver(Protocol):
+    """What a publisher needs of an engine (rollout/engine.py)."""
 
     @property
     def weight_version(self) -> int: ...
@@ -47,42 +46,42 @@ class WeightTaker(Protocol):
 
 
 class WeightPublisher(Protocol):
-    """What a worker sees of either way to publish."""
+    """Either way to publish, as workers see it."""
 
     def publish(self, version: int, *, expect_change: bool) -> SyncReport:
         """Give the engines the trainer's weights as `version`; a collective over all ranks.
 
         expect_change: the trainer has made an update with a gradient since the last publish. Raises ReshardError, on
-        all ranks, where the weights are the ones published before then (contract W8), and where an engine does not
-        hold `version` at the end.
+        all ranks, if the weights are the ones published before then (contract W8), or if an engine does not report
+        `version` at the end.
         """
         ...
 
 
 def _nothing() -> None:
-    """Where the trainer lends nothing."""
+    """If nothing may leave the device."""
 
 
 class FullPublisher:
-    """Whole tensors into one engine: each is gathered on every rank, and the engine takes its part of it.
+    """Full tensors into one engine: each is gathered on every rank, and the engine takes its shard of it.
 
-    What most systems do: the yardstick for ReshardPublisher, and the way into engines that have no layout of their own.
+    What most systems do: the baseline for ReshardPublisher, and the only way into engines that store unsharded tensors.
     """
 
     def __init__(
         self,
-        engine: WeightTaker,
+        engine: WeightReceiver,
         export: Callable[[], NamedTensors],
         *,
         held_bytes: int = 0,
-        lent_back: Callable[[], None] = _nothing,
+        release: Callable[[], None] = _nothing,
     ) -> None:
         """export: the trainer's tensors in Hugging Face names, in the engine's dtype; a collective over its ranks.
-        held_bytes: of these, what this rank's shard makes up. lent_back: called when the trainer's weights may
-        leave the device.
+        held_bytes: the part of these that this rank's shard makes up. release: called once the trainer's weights
+        may leave the device.
         """
         self._engine, self._export = engine, export
-        self._held_bytes, self._lent_back = held_bytes, lent_back
+        self._held_bytes, self._release = held_bytes, release
         self._watch = PayloadWatch()
 
     def publish(self, version: int, *, expect_change: bool) -> SyncReport:
@@ -98,10 +97,10 @@ class FullPublisher:
                 yield name, tensor
 
         self._engine.update_weights(watched(), version)
-        # All ranks see the same tensors, so that all raise.
-        if not self._watch.look(Side.of(samples))() and expect_change:
+        # All ranks see the same tensors, so all of them raise.
+        if not self._watch.look(TensorSet.of(samples))() and expect_change:
             raise ReshardError(_unchanged(version))
-        self._lent_back()
+        self._release()
         self._engine.wake()
         _check_version(self._engine, version)
         received = max(0, sum(sizes) - self._held_bytes)
@@ -115,25 +114,25 @@ class FullPublisher:
 
 
 class ReshardPublisher:
-    """The plan's moves and nothing else: what the engine shares with the trainer stays, what lies on this rank is
-    copied, what is missing comes from other ranks (execute.py).
+    """Executes the plan's moves and nothing else: aliased parameters stay, local values are copied, missing ones are
+    received from other ranks (execute.py).
 
-    Before the first byte moves all ranks agree that they have the same plan and that none has a fault.
+    Before the first byte moves, all ranks agree that they have the same plan and that none has a fault.
     """
 
     def __init__(
         self,
         transfer: Transfer,
-        engine: WeightTaker | None,
+        engine: WeightReceiver | None,
         sources: Callable[[], Tensors] | None,
         *,
-        lent_back: Callable[[], None] = _nothing,
+        release: Callable[[], None] = _nothing,
     ) -> None:
         """engine: None on a rank that only trains. sources: this rank's trained parameters by the plan's names, None on
-        one that only generates. lent_back: called when the trainer's weights may leave the device.
+        one that only generates. release: called once the trainer's weights may leave the device.
         """
         self._transfer, self._engine, self._sources = transfer, engine, sources
-        self._lent_back = lent_back
+        self._release = release
         self._watch = PayloadWatch()
 
     def publish(self, version: int, *, expect_change: bool) -> SyncReport:
@@ -142,27 +141,28 @@ class ReshardPublisher:
         transfer, engine = self._transfer, self._engine
         phase = f"sync of weight version {version}"
         faults: list[str] = []
-        sources = Side.of(self._sources() if self._sources is not None else {})
-        targets = Side.of({})
+        sources = TensorSet.of(self._sources() if self._sources is not None else {})
+        targets = TensorSet.of({})
         changed = self._watch.look(sources)
         try:
             if engine is not None:
                 engine.begin_update()
-                targets = Side.of(engine.parameters())
+                targets = TensorSet.of(engine.parameters())
             faults = transfer.faults(sources, targets, engine.shared if engine is not None else ())
         except MegatronRLError as error:
-            # Told to all ranks, which would otherwise wait for this one.
+            # Reported to all ranks, which would otherwise wait for this one.
             faults.append(str(error))
         has_changed = not faults and changed()
-        digest = hashlib.sha256(f"{transfer.plan.digest} {transfer.key} {version} {expect_change}".encode()).digest()
-        words = transfer.links.agree(phase, digest, flag=has_changed, fault=_listed(faults))
-        _judge(words, phase)
-        if expect_change and not any(word.flag for word in words):
+        key = f"{transfer.plan.digest} {transfer.key} {version} {expect_change}"
+        # No rank moves a byte before all have said that they are about to do the same, and can.
+        statuses = transfer.group.agree(phase, key, flag=has_changed, fault=_listed(faults))
+        _require_consensus(statuses, phase)
+        if expect_change and not any(status.flag for status in statuses):
             raise ReshardError(_unchanged(version))
         moved = transfer.run(sources, targets, phase)
         if engine is not None:
             engine.end_update(version)
-        self._lent_back()
+        self._release()
         if engine is not None:
             engine.wake()
         transfer.wait(targets)
@@ -191,22 +191,24 @@ def sample_of(tensor: torch.Tensor, count: int = 1) -> torch.Tensor:
 
 
 class PayloadWatch:
-    """Whether weights differ from those of the call before, told by samples of each; where an optimizer keeps many in
-    one buffer, by two million values of the buffer: an update that changes one weight in 100,000 changes some of them.
+    """Whether weights have changed since the last call, judged by samples of each tensor.
+
+    If an optimizer keeps many tensors in one buffer, two million values of the buffer are sampled: an update that
+    changes one weight in 100,000 changes some of them.
     """
 
     def __init__(self) -> None:
-        self._marks: Marks = ()
+        self._fingerprint: Fingerprint = ()
         self._views: _Views = {}
         self._before: dict[_Kind, torch.Tensor] = {}
 
     @torch.no_grad()
-    def look(self, side: Side) -> Callable[[], bool]:
+    def look(self, side: TensorSet) -> Callable[[], bool]:
         """Take samples; the answer waits for them, and makes them those that the next look compares with. True in the
         first look too; False where there are no tensors.
         """
-        if side.marks != self._marks:
-            self._marks, self._views = side.marks, _sample_views(side.tensors)
+        if side.fingerprint != self._fingerprint:
+            self._fingerprint, self._views = side.fingerprint, _sample_views(side.tensors)
         now = {kind: torch.cat(parts) for kind, parts in self._views.items()}
         before = self._before
         same = [kind for kind, found in now.items() if kind in before and before[kind].shape == found.shape]
@@ -228,29 +230,29 @@ def _sample_views(tensors: Tensors) -> _Views:
     for tensor in tensors.values():
         by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
     views: _Views = {}
-    for (_, dtype), held in by_storage.items():
-        storage = held[0].untyped_storage()
+    for (_, dtype), members in by_storage.items():
+        storage = members[0].untyped_storage()
         size = storage.nbytes() // dtype.itemsize
-        found = views.setdefault((dtype, held[0].device), [])
+        samples = views.setdefault((dtype, members[0].device), [])
         # A buffer that holds little else is sampled at once: one kernel in place of hundreds.
-        if len(held) > 1 and sum(tensor.numel() for tensor in held) > 0.9 * size:
-            whole = held[0].detach().as_strided((size,), (1,), 0)
-            found.append(sample_of(whole, min(len(held), _SAMPLED_AS)))
+        if len(members) > 1 and sum(tensor.numel() for tensor in members) > 0.9 * size:
+            whole = members[0].detach().as_strided((size,), (1,), 0)
+            samples.append(sample_of(whole, min(len(members), _SAMPLED_AS)))
         else:
-            found += [sample_of(tensor) for tensor in held]
+            samples += [sample_of(tensor) for tensor in members]
     return views
 
 
-def _judge(words: Sequence[Word], phase: str) -> None:
-    """Raise ReshardError, alike on all ranks, where a rank has a fault or another plan."""
-    complaints = [f"rank {rank}: {word.fault}" for rank, word in enumerate(words) if word.fault]
-    if complaints:
-        raise ReshardError(f"{phase}: nothing was moved: " + " | ".join(complaints))
+def _require_consensus(statuses: Sequence[RankStatus], phase: str) -> None:
+    """Raise ReshardError, the same on all ranks, if a rank has a fault or another plan."""
+    faults = [f"rank {rank}: {status.fault}" for rank, status in enumerate(statuses) if status.fault]
+    if faults:
+        raise ReshardError(f"{phase}: nothing was moved: " + " | ".join(faults))
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, word in enumerate(words):
-        ranks_of.setdefault(word.digest, []).append(rank)
+    for rank, status in enumerate(statuses):
+        ranks_of.setdefault(status.fingerprint, []).append(rank)
     if len(ranks_of) > 1:
-        groups = "; ".join(f"{digest.hex()[:12]} on {_ranks(ranks)}" for digest, ranks in ranks_of.items())
+        groups = "; ".join(f"{one.hex()[:12]} on {_ranks(ranks)}" for one, ranks in ranks_of.items())
         raise ReshardError(
             f"{phase}: nothing was moved: the ranks do not agree on what to move (plan, dtypes, bucket size, version): "
             f"{groups}; all need the same config, model and version"
@@ -273,6 +275,6 @@ def _unchanged(version: int) -> str:
     )
 
 
-def _check_version(engine: WeightTaker, version: int) -> None:
+def _check_version(engine: WeightReceiver, version: int) -> None:
     if engine.weight_version != version:
         raise ReshardError(f"the engine holds version {engine.weight_version} after a publish of {version}")

@@ -231,9 +231,9 @@ class RewardPool:
                     if limit is not None and limit.is_passed:
                         raise TooManyFailed(f"{len(limit.failed)} samples have failed")
                     self._assign(call)
-                    self._wind_up(call)
+                    self._resume_parked_timers(call)
                     self._receive(call)
-                    self._look_at_clocks(call)
+                    self._check_deadlines(call)
                     self._fill()
             except BaseException:
                 # An interrupted call leaves answers on their way, which the next call would take for its own.
@@ -317,13 +317,13 @@ class RewardPool:
         now = time.monotonic()
         due = [worker.deadline for worker in self._workers if worker.assigned or not worker.loaded]
         patience_s = call.patience_s(self._setup.timeout_s)
-        due += [worker.since + patience_s for worker in self._workers if self._may_wait_aside(worker, call)]
+        due += [worker.since + patience_s for worker in self._workers if self._can_be_parked(worker, call)]
         for key, _ in self._selector.select(min(max(0.0, min(due, default=now) - now), LONGEST_WAIT_S)):
             worker: _Worker = key.data
             try:
                 message = worker.connection.recv()
             except (EOFError, OSError):
-                self._bury(worker, call)
+                self._on_worker_exit(worker, call)
                 continue
             if not worker.loaded:
                 if isinstance(message, str):
@@ -345,7 +345,7 @@ class RewardPool:
             worker.assigned.clear()
             self._remove(worker)
 
-    def _may_wait_aside(self, worker: _Worker, call: _Call) -> bool:
+    def _can_be_parked(self, worker: _Worker, call: _Call) -> bool:
         """Whether others wait behind the sample that the process is at."""
         num_aside = sum(other.aside for other in self._workers)
         blocks = len(worker.assigned) > 1 or (bool(worker.assigned) and bool(call.pending))
@@ -355,7 +355,7 @@ class RewardPool:
         """Seconds that the process has for its next answer."""
         return self._setup.timeout_s + (AWAIT_GRACE_S if worker.at_once else 0.0)
 
-    def _look_at_clocks(self, call: _Call) -> None:
+    def _check_deadlines(self, call: _Call) -> None:
         """Set slow samples aside, and give up those that are over their time."""
         now = time.monotonic()
         for worker in list(self._workers):
@@ -364,14 +364,14 @@ class RewardPool:
             if not awaited or worker.connection.poll():
                 continue
             if now >= worker.deadline:
-                self._give_up_late(worker, call)
-            elif self._may_wait_aside(worker, call) and now - worker.since >= call.patience_s(self._setup.timeout_s):
+                self._fail_late_sample(worker, call)
+            elif self._can_be_parked(worker, call) and now - worker.since >= call.patience_s(self._setup.timeout_s):
                 call.pending.extendleft([worker.assigned.pop() for _ in range(len(worker.assigned) - 1)])
                 # Where most samples are late there is nothing better to wait for: its clock goes on.
                 worker.aside, worker.deadline = True, worker.deadline if call.is_mostly_late else FOREVER
                 yield_cores(worker.process.pid)
 
-    def _wind_up(self, call: _Call) -> None:
+    def _resume_parked_timers(self, call: _Call) -> None:
         """Start the clocks of the samples that were set aside once all others are done."""
         if call.pending or any(worker.assigned and not worker.aside for worker in self._workers):
             return
@@ -379,16 +379,16 @@ class RewardPool:
             if worker.aside and worker.deadline == FOREVER:
                 worker.deadline = time.monotonic() + self._setup.timeout_s
 
-    def _give_up_late(self, worker: _Worker, call: _Call) -> None:
+    def _fail_late_sample(self, worker: _Worker, call: _Call) -> None:
         if not worker.loaded:
             waited = f"{self._start_timeout_s:g} s"
             specs = " + ".join(rule.spec for rule in self._rules)
             raise RewardError(f"reward.function: {specs!r} was not loaded within {waited} -- make its import faster")
         call.num_late += 1
         reason = f"no result within {self._setup.timeout_s:g} s (reward.timeout_s); its process is killed"
-        self._give_up(worker, reason, call)
+        self._fail_sample(worker, reason, call)
 
-    def _bury(self, worker: _Worker, call: _Call) -> None:
+    def _on_worker_exit(self, worker: _Worker, call: _Call) -> None:
         """A process has ended by itself, or closed its socket and so is of no use."""
         try:
             status = worker.process.wait(timeout=1.0)
@@ -399,9 +399,9 @@ class RewardPool:
         if not worker.loaded:
             specs = " + ".join(rule.spec for rule in self._rules)
             raise RewardError(f"reward.function: {specs!r} -- its process died while loading it ({how})")
-        self._give_up(worker, f"its process died ({how})", call)
+        self._fail_sample(worker, f"its process died ({how})", call)
 
-    def _give_up(self, worker: _Worker, reason: str, call: _Call) -> None:
+    def _fail_sample(self, worker: _Worker, reason: str, call: _Call) -> None:
         """Fail the sample that the process is at, put the rest of its chunk back, and remove it."""
         failed = len(worker.assigned) if worker.whole else min(1, len(worker.assigned))
         for _ in range(failed):

@@ -14,7 +14,7 @@ from megatron_rl.errors import ReshardError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import live_params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.parallel.links import Links
+from megatron_rl.parallel.p2p import P2PGroup
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.alias import Sharing, find_sharing, sharing_off
 from megatron_rl.reshard.execute import Transfer
@@ -158,7 +158,7 @@ def start_engine(
             node_of=lambda process: process // cfg.cluster.n_gpus_per_node,
             dtypes=(cfg.model.dtype, settings.dtype),
         ),
-        Links(timeout_s=cfg.cluster.step_timeout_s),
+        P2PGroup(timeout_s=cfg.cluster.step_timeout_s),
         trainers[rank].params,
         live_params(by_rank[rank], engine.shapes()),
         trainer_dtype=DTYPES[cfg.model.dtype],
@@ -171,7 +171,7 @@ def start_engine(
         model.complete_params()
         return held()
 
-    return engine, ReshardPublisher(transfer, engine, sources, lent_back=lambda: memory.enter("generate"))
+    return engine, ReshardPublisher(transfer, engine, sources, release=lambda: memory.enter("generate"))
 
 
 def check_part(part: EnginePart | None, layout: EngineLayout, rank: int) -> None:
@@ -193,7 +193,7 @@ def _full_publisher(
 
     num_held = sum(param.numel() for chunk in actor.model.bare_chunks for param in chunk.parameters())
     held_bytes = num_held * dtype.itemsize
-    return FullPublisher(engine, export, held_bytes=held_bytes, lent_back=lambda: memory.enter("generate"))
+    return FullPublisher(engine, export, held_bytes=held_bytes, release=lambda: memory.enter("generate"))
 
 
 def _off(cfg: RunConfig, settings: EngineSettings) -> str | None:

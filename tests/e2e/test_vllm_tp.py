@@ -222,7 +222,7 @@ def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: in
 
 def _apart_on_rank(rank: int, world: int, folder: str) -> list[Any]:
     """Rank 1 has the weights, ranks 2 and 0 are an engine: greedy tokens after each of two syncs."""
-    from megatron_rl.parallel.links import Links
+    from megatron_rl.parallel.p2p import P2PGroup
     from megatron_rl.reshard.execute import Transfer
     from megatron_rl.reshard.plan import Shard, make_plan
     from megatron_rl.reshard.publisher import ReshardPublisher
@@ -244,7 +244,7 @@ def _apart_on_rank(rank: int, world: int, folder: str) -> list[Any]:
     sources = {param.name: _slices(param, load_file(f"{folder}/model.safetensors")) for param in trained}
     transfer = Transfer(
         make_plan([Shard(1, tuple(trained))], needed),
-        Links(timeout_s=200.0),
+        P2PGroup(timeout_s=200.0),
         trained if rank == 1 else [],
         live,
         trainer_dtype=torch.float32,

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import ReshardError
-from megatron_rl.parallel.links import DIGEST_BYTES, Links
+from megatron_rl.errors import P2PError
+from megatron_rl.parallel.p2p import P2PGroup
 from tests.helpers.run_ranks import run_ranks
 
 DEADLINE_S, ABSENT_S = 1.0, 6.0
-WAITS: dict[str, Callable[[Links], object]] = {
-    "a word": lambda links: links.agree("sync of weight version 3", bytes(DIGEST_BYTES)),
-    "a message": lambda links: links.post([], [(1, torch.empty(4))], "round 2").wait(),
+WAITS: dict[str, Callable[[P2PGroup], object]] = {
+    "a status": lambda group: group.agree("sync of weight version 3", "plan"),
+    "a message": lambda group: group.post([], [(1, torch.empty(4))], "round 2").wait(),
 }
 
 
@@ -32,8 +32,8 @@ def _wait_in_vain(rank: int, world: int) -> dict[str, tuple[str, float]]:
         group = groups[name]
         assert isinstance(group, dist.ProcessGroup)
         start = time.monotonic()
-        with pytest.raises(ReshardError) as caught:
-            wait(Links(group, timeout_s=DEADLINE_S))
+        with pytest.raises(P2PError) as caught:
+            wait(P2PGroup(group, timeout_s=DEADLINE_S))
         found[name] = str(caught.value), time.monotonic() - start
     return found
 
@@ -46,7 +46,7 @@ def waits() -> dict[str, tuple[str, float]]:
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("a word", "rank 0: sync of weight version 3: a word from each of 2 ranks did not finish within 1 s"),
+        ("a status", "rank 0: sync of weight version 3: a status from each of 2 ranks did not finish within 1 s"),
         ("a message", "rank 0: round 2: messages to ranks [] and from ranks [1] did not finish within 1 s"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.errors import ReshardError, RolloutError
+from megatron_rl.errors import P2PError, ReshardError, RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import LocalParam
@@ -126,7 +126,7 @@ def _case(rank: int, world: int, folder: str, case: Case) -> list[Any]:
 
     from megatron_rl.mcore import convert
     from megatron_rl.mcore.shards import live_parameters
-    from megatron_rl.parallel.links import Links
+    from megatron_rl.parallel.p2p import P2PGroup
     from megatron_rl.reshard.execute import Transfer
     from megatron_rl.reshard.plan import make_plan
     from megatron_rl.reshard.publisher import ReshardPublisher
@@ -140,7 +140,7 @@ def _case(rank: int, world: int, folder: str, case: Case) -> list[Any]:
     engine = PlainEngine(engines[rank].params, of_engine)
     transfer = Transfer(
         make_plan(trainers, engines, dtypes=case.dtypes),
-        Links(timeout_s=30),
+        P2PGroup(timeout_s=30),
         trainers[rank].params,
         engines[rank].params,
         trainer_dtype=of_trainer,
@@ -249,21 +249,21 @@ class PlainTrainer:
 
 
 def _transfer(
-    rank: int, plan: Any, sides: Sequence[Any], links: Any, dtypes: Sequence[torch.dtype], **kwargs: Any
+    rank: int, plan: Any, sides: Sequence[Any], group: Any, dtypes: Sequence[torch.dtype], **kwargs: Any
 ) -> Any:
     """Of one rank; it may be a trainer, an engine or both."""
     from megatron_rl.reshard.execute import Transfer
 
     params = [[param for shard in side if shard.rank == rank for param in shard.params] for side in sides]
     kwargs = {"trainer_dtype": dtypes[0], "engine_dtype": dtypes[1], "cap_bytes": CAP} | kwargs
-    return Transfer(plan, links, *params, **kwargs)
+    return Transfer(plan, group, *params, **kwargs)
 
 
-def _poisoned_links(**kwargs: Any) -> Any:
-    """Links that overwrite what was sent once it is gone, and keep all buckets."""
-    from megatron_rl.parallel.links import Links
+def _poisoned_group(**kwargs: Any) -> Any:
+    """P2PGroup that overwrite what was sent once it is gone, and keep all buckets."""
+    from megatron_rl.parallel.p2p import P2PGroup
 
-    class Poisoned(Links):
+    class Poisoned(P2PGroup):
         def post(self, sends: Any, receives: Any, phase: str) -> Any:
             pending = super().post(sends, receives, phase)
             wait = pending.wait
@@ -289,13 +289,13 @@ def _separate(rank: int, world: int, folder: str, trainers: Sequence[int], engin
     shards = _engine_shards(folder, engines)
     plan = make_plan(trainer.shards, shards)
     # The group is one of its own, as where trainers and engines were started apart.
-    links = _poisoned_links(group=torch.distributed.new_group(list(range(world))), timeout_s=30)
-    transfer = _transfer(rank, plan, (trainer.shards, shards), links, (torch.float32, torch.bfloat16))
+    group = _poisoned_group(group=torch.distributed.new_group(list(range(world))), timeout_s=30)
+    transfer = _transfer(rank, plan, (trainer.shards, shards), group, (torch.float32, torch.bfloat16))
     mine = [shard for shard in shards if shard.rank == rank]
     engine = PlainEngine(mine[0].params, torch.bfloat16) if mine else None
     live = trainer.tensors(rank)
     report = ReshardPublisher(transfer, engine, (lambda: live) if live else None).publish(0, expect_change=False)
-    for _, bucket in links.buckets:
+    for _, bucket in group.buckets:
         bucket.fill_(0xFF)
     wrong = engine.wrong(trainer.export(torch.bfloat16)) if engine else []
     return wrong, report, plan.bytes_of(rank, 2), plan.num_waves
@@ -325,7 +325,7 @@ class Publish:
     """One rank of tp2 to one engine of tp2 (or to two engines), to be spoiled before it publishes."""
 
     def __init__(self, rank: int, folder: str, engine_tp: int = 2, cap_bytes: int = CAP, **options: Any) -> None:
-        from megatron_rl.parallel.links import Links
+        from megatron_rl.parallel.p2p import P2PGroup
         from megatron_rl.reshard.plan import make_plan
         from megatron_rl.reshard.publisher import ReshardPublisher
 
@@ -334,8 +334,8 @@ class Publish:
         dtypes = (torch.float32, torch.float32)
         self.plan = make_plan(trainer.shards, engines)
         options.setdefault("timeout_s", 20)
-        links = Links(**options)
-        self.transfer = _transfer(rank, self.plan, (trainer.shards, engines), links, dtypes, cap_bytes=cap_bytes)
+        group = P2PGroup(**options)
+        self.transfer = _transfer(rank, self.plan, (trainer.shards, engines), group, dtypes, cap_bytes=cap_bytes)
         self.engine = PlainEngine(engines[rank].params, torch.float32)
         self.live = trainer.tensors(rank)
         self.publisher = ReshardPublisher(self.transfer, self.engine, lambda: self.live)
@@ -344,7 +344,7 @@ class Publish:
         """The error of a publish that has written nothing."""
         before = {name: tensor.nan_to_num(7.0) for name, tensor in self.engine.tensors.items()}
         held = self.engine.weight_version
-        with pytest.raises(ReshardError) as caught:
+        with pytest.raises((ReshardError, P2PError)) as caught:
             self.publisher.publish(version, expect_change=expect_change)
         assert all(torch.equal(before[name], tensor.nan_to_num(7.0)) for name, tensor in self.engine.tensors.items())
         assert self.engine.weight_version == held
@@ -479,7 +479,7 @@ def test_refused_on_all_ranks_and_named(refusals: list[dict[str, str]], name: st
 
 def _shares(rank: int, world: int, folder: str) -> Any:
     """One rank that trains and generates, with everything shared that can be; new weights written in place."""
-    from megatron_rl.parallel.links import Links
+    from megatron_rl.parallel.p2p import P2PGroup
     from megatron_rl.reshard.alias import find_sharing
     from megatron_rl.reshard.plan import make_plan
     from megatron_rl.reshard.publisher import ReshardPublisher
@@ -490,7 +490,7 @@ def _shares(rank: int, world: int, folder: str) -> Any:
     engine.tensors |= {name: live[source] for name, source in shared.items()}
     engine.shared = frozenset(shared)
     plan = make_plan(trainer.shards, engines)
-    transfer = _transfer(0, plan, (trainer.shards, engines), Links(), (torch.float32, torch.float32))
+    transfer = _transfer(0, plan, (trainer.shards, engines), P2PGroup(), (torch.float32, torch.float32))
     publisher = ReshardPublisher(transfer, engine, lambda: live)
     first = publisher.publish(0, expect_change=False)
     for tensor in live.values():

@@ -1,10 +1,11 @@
-"""Messages between the ranks of a group, each wait with a deadline: buckets from rank to rank, and a word of agreement.
+"""Point-to-point messages and a consensus check over a process group, with timeouts.
 
 Ranks are positions in the group, which may be the default one or any other that holds trainers and engines together.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import ReshardError
+from megatron_rl.errors import P2PError
 
-DIGEST_BYTES = 32
-# Digest, flag, and the length of the rank's complaint (little-endian).
-_WORD_BYTES = DIGEST_BYTES + 1 + 4
 _POLL_S = 0.0005
 _EAGER_S = 0.005
 
@@ -27,19 +25,22 @@ PeerMessage = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Word:
-    """What one rank says before data moves. fault: what is wrong on it, empty where nothing is."""
+class RankStatus:
+    """What one rank reports before data moves.
 
-    digest: bytes
+    fingerprint: of what it is about to do. fault: what is wrong on it; empty if nothing is.
+    """
+
+    fingerprint: bytes
     flag: bool
     fault: str
 
 
-class Links:
-    """Point-to-point messages and agreement over one group.
+class P2PGroup:
+    """Point-to-point messages and consensus over one process group.
 
-    Every wait ends after `timeout_s` with a ReshardError that names this rank, the phase and what it waited for. With
-    gloo tensors are on the CPU, with nccl on the GPU.
+    Every wait ends after `timeout_s` with a P2PError that names this rank, the phase and what it waited for. With gloo
+    tensors are on the CPU, with nccl on the GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
@@ -51,7 +52,7 @@ class Links:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's rank in the group."""
         return dist.get_rank(self._group)
 
     @property
@@ -75,37 +76,42 @@ class Links:
             # One batch: nccl would deadlock where two ranks send to each other one message after another.
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            raise ReshardError(f"rank {self.rank}: {phase}: {what} could not start: {error}") from error
+            raise P2PError(f"rank {self.rank}: {phase}: {what} could not start: {error}") from error
         return Pending(self, works, phase, what)
 
-    def agree(self, phase: str, digest: bytes, *, flag: bool = False, fault: str = "") -> list[Word]:
-        """Every rank's word, in order of rank: one small all-gather, and a second one only where a rank complains."""
-        assert len(digest) == DIGEST_BYTES, len(digest)
+    def agree(self, phase: str, key: str, *, flag: bool = False, fault: str = "") -> list[RankStatus]:
+        """Every rank's status, in order of rank. A collective: all ranks must call it.
+
+        key: what must be the same on all ranks; only its fingerprint travels. One small all-gather, and a second one
+        only if a rank has a fault.
+        """
+        fingerprint = hashlib.sha256(key.encode()).digest()
         if self.world == 1:
-            return [Word(digest, flag, fault)]
+            return [RankStatus(fingerprint, flag, fault)]
         text = fault.encode()
-        head = digest + bytes([flag]) + len(text).to_bytes(4, "little")
-        heads = self._all_gather(head, _WORD_BYTES, phase)
-        lengths = [int.from_bytes(found[-4:], "little") for found in heads]
+        head = fingerprint + bytes([flag]) + len(text).to_bytes(4, "little")
+        heads = self._all_gather(head, len(head), phase)
+        lengths = [int.from_bytes(head[-4:], "little") for head in heads]
         longest = max(lengths)
         texts = self._all_gather(text.ljust(longest, b" "), longest, phase) if longest else [b""] * len(heads)
         return [
-            Word(found[:DIGEST_BYTES], bool(found[DIGEST_BYTES]), said[:length].decode())
-            for found, said, length in zip(heads, texts, lengths, strict=True)
+            RankStatus(head[:-5], bool(head[-5]), padded[:length].decode())
+            for head, padded, length in zip(heads, texts, lengths, strict=True)
         ]
 
     def _all_gather(self, data: bytes, size: int, phase: str) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        found = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self.world)]
-        what = f"a word from each of {self.world} ranks"
+        gathered = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self.world)]
+        what = f"a status from each of {self.world} ranks"
         try:
-            work = dist.all_gather(found, mine, group=self._group, async_op=True)
+            work = dist.all_gather(gathered, mine, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise ReshardError(f"rank {self.rank}: {phase}: {what} could not start: {error}") from error
-        self._finish(work, phase, what, time.monotonic() + self.timeout_s)
-        return [bytes(one.tolist()) for one in found]
+            raise P2PError(f"rank {self.rank}: {phase}: {what} could not start: {error}") from error
+        self.finish(work, phase, what, time.monotonic() + self.timeout_s)
+        return [bytes(one.tolist()) for one in gathered]
 
-    def _finish(self, work: Any, phase: str, what: str, deadline: float) -> None:
+    def finish(self, work: Any, phase: str, what: str, deadline: float) -> None:
+        """Wait for one piece of work of the group. Raises P2PError after `deadline` (time.monotonic)."""
         failed = f"rank {self.rank}: {phase}: {what} did not finish within {self.timeout_s:g} s"
         try:
             if self._nccl:
@@ -114,25 +120,25 @@ class Links:
                 while not work.is_completed():
                     now = time.monotonic()
                     if now > deadline:
-                        raise ReshardError(failed + "; a rank is stuck, dead or at another step")
+                        raise P2PError(failed + "; a rank is stuck, dead or at another step")
                     time.sleep(0.0 if now < eager else _POLL_S)
                 work.wait()
             else:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            if isinstance(error, ReshardError):
+            if isinstance(error, P2PError):
                 raise
-            raise ReshardError(f"{failed}: {error}") from error
+            raise P2PError(f"{failed}: {error}") from error
 
 
 class Pending:
-    """Messages on their way."""
+    """Messages in flight."""
 
-    def __init__(self, links: Links, works: Sequence[Any], phase: str, what: str) -> None:
-        self._links, self._works, self._phase, self._what = links, works, phase, what
+    def __init__(self, group: P2PGroup, works: Sequence[Any], phase: str, what: str) -> None:
+        self._group, self._works, self._phase, self._what = group, works, phase, what
 
     def wait(self) -> None:
-        """Until all have arrived and gone. Raises ReshardError at the deadline, or where a rank has died."""
-        deadline = time.monotonic() + self._links.timeout_s
+        """Until all have arrived and gone. Raises P2PError at the deadline, or where a rank has died."""
+        deadline = time.monotonic() + self._group.timeout_s
         for work in self._works:
-            self._links._finish(work, self._phase, self._what, deadline)
+            self._group.finish(work, self._phase, self._what, deadline)
