@@ -12,14 +12,14 @@ from megatron_rl.mcore.build import Model
 from megatron_rl.mcore.heads import head_logprobs, head_values
 from megatron_rl.mcore.packing import MicroBatch
 
-Objective = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, TokenMetrics, torch.Tensor]]
+HiddenLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, TokenMetrics, torch.Tensor]]
 """(micro-batch, hidden states) -> (losses [n], {metric: values [n]}, a column [n] to hand back), at trained tokens"""
 
 ValueLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, TokenMetrics]]
 """(values [n], columns {name: [n]}) -> (losses [n], {metric: values [n]})"""
 
 
-def token_objective(model: Model, token_loss: TokenLoss, temperature: float) -> Objective:
+def token_objective(model: Model, token_loss: TokenLoss, temperature: float) -> HiddenLoss:
     """A loss of the log-probabilities; hands back those that the step started from."""
 
     def objective(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics, torch.Tensor]:
@@ -30,7 +30,7 @@ def token_objective(model: Model, token_loss: TokenLoss, temperature: float) -> 
     return objective
 
 
-def value_objective(model: Model, value_loss: ValueLoss) -> Objective:
+def value_objective(model: Model, value_loss: ValueLoss) -> HiddenLoss:
     """A loss of the values; hands back those that the step started from."""
 
     def objective(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics, torch.Tensor]:
@@ -41,7 +41,7 @@ def value_objective(model: Model, value_loss: ValueLoss) -> Objective:
     return objective
 
 
-def weighted_sum(first: Objective, second: Objective, weight: float) -> Objective:
+def weighted_sum(first: HiddenLoss, second: HiddenLoss, weight: float) -> HiddenLoss:
     """first + weight * second on one forward pass, with the metrics of both; hands back what `first` does."""
 
     def objective(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics, torch.Tensor]:

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl.mcore.build import Model, Trainable
 from megatron_rl.mcore.finite import bad_gradients, bad_losses
 from megatron_rl.mcore.heads import Reader
-from megatron_rl.mcore.objectives import Objective
+from megatron_rl.mcore.objectives import HiddenLoss
 from megatron_rl.mcore.packing import MicroBatch, pack
 from megatron_rl.parallel.collectives import any_rank, reduce_metrics
 from megatron_rl.parallel.groups import cp_group, dp_cp_group
@@ -145,7 +145,7 @@ def _add(outcomes: Sequence[_MicroOutcome]) -> dict[str, Metric]:
 
 
 def optimizer_step(
-    trainable: Trainable, batches: Sequence[TrainBatch], objective: Objective
+    trainable: Trainable, batches: Sequence[TrainBatch], objective: HiddenLoss
 ) -> tuple[StepReport, list[torch.Tensor]]:
     """One optimizer step over the global mini-batch; this rank holds `batches`, one per micro-batch.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Objective(Protocol):
     """A frozen dataclass with everything that the objective needs beside the batch's columns."""
 
-    def on(self, model: Model) -> mcore.Objective:
+    def on(self, model: Model) -> mcore.HiddenLoss:
         """The objective for this model. Called on a rank whose process groups exist."""
         ...
 
@@ -38,7 +38,7 @@ class PolicyObjective:
     actor: ActorConfig
     temperature: float
 
-    def on(self, model: Model) -> mcore.Objective:
+    def on(self, model: Model) -> mcore.HiddenLoss:
         """See Objective."""
         from megatron_rl.mcore.objectives import token_objective
 
@@ -49,7 +49,7 @@ class PolicyObjective:
 class NllObjective:
     """Negative log-likelihood of the trained tokens: supervised fine-tuning."""
 
-    def on(self, model: Model) -> mcore.Objective:
+    def on(self, model: Model) -> mcore.HiddenLoss:
         """See Objective."""
         from megatron_rl.mcore.objectives import token_objective
 
@@ -64,7 +64,7 @@ class ValueObjective:
 
     clip_range: float
 
-    def on(self, model: Model) -> mcore.Objective:
+    def on(self, model: Model) -> mcore.HiddenLoss:
         """See Objective."""
         from megatron_rl.mcore.objectives import value_objective
 
@@ -84,7 +84,7 @@ class PolicyValueObjective:
     value: ValueObjective
     vf_coef: float
 
-    def on(self, model: Model) -> mcore.Objective:
+    def on(self, model: Model) -> mcore.HiddenLoss:
         """See Objective."""
         from megatron_rl.mcore.objectives import weighted_sum
 

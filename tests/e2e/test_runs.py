@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.quickstart.make_data import make
+from megatron_rl.cluster import ray_runtime
 from megatron_rl.config.load import load_config
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.runs import verbs
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
@@ -23,6 +26,15 @@ INLINE = ["cluster.backend=inline"]
 DP2 = ["cluster.n_gpus_per_node=2", "cluster.num_cpus_per_rank=0.5"]
 TP2 = [*DP2, "actor.tp=2"]
 OFFLOAD = [f"actor.{what}_offload=true" for what in ("param", "grad", "optimizer")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    """One Ray for all runs here: starting and ending one takes longer than their steps."""
+    cluster = ClusterConfig(device="cpu", n_gpus_per_node=2, num_cpus_per_rank=0.5)
+    ray_runtime.acquire(cluster, "cpu")
+    yield
+    ray_runtime.release()
 
 
 @pytest.fixture(scope="module")
