@@ -63,7 +63,7 @@ class Prompt:
     """What token_ids say: the prompt after the chat template."""
     data_source: str
     ground_truth: Any
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
     messages: tuple[dict[str, Any], ...] | None = None
     """The chat messages that were rendered; None where the prompt is a plain string."""
     tools: tuple[dict[str, Any], ...] | None = None
@@ -144,7 +144,7 @@ class Samples:
         """One sample for a person; text: its tokens decoded."""
         span = self.span(row)
         ids, logprobs = tuple(self.token_ids[span].tolist()), tuple(self.logprobs[span].tolist())
-        return Rollout(ids, logprobs, FINISH_REASONS[self.finish[row]], text)
+        return Rollout(ids, logprobs, FINISH_REASONS[int(self.finish[row])], text)
 
     def id_tuples(self) -> list[tuple[int, ...]]:
         """The ids of each sample as Python numbers: for few samples."""
@@ -234,7 +234,7 @@ class SequenceRefs:
         parts = [part.fetch() for part in self.parts]
         ids: list[Int32] = []
         logprobs: list[Float32] = []
-        for part, row in zip(self.part_of.tolist(), self.row_of.tolist(), strict=True):
+        for part, row in zip(map(int, self.part_of), map(int, self.row_of), strict=True):
             span = parts[part].span(row)
             ids.append(parts[part].token_ids[span])
             logprobs.append(parts[part].logprobs[span])
@@ -319,8 +319,8 @@ class Rollouts:
             finish=self.finish[rows],
             oldest_version=self.oldest_version[rows],
             newest_version=self.newest_version[rows],
-            parts=tuple(self.parts[part] for part in used),
-            texts=tuple(self.texts[part] for part in used),
+            parts=tuple(self.parts[int(part)] for part in used),
+            texts=tuple(self.texts[int(part)] for part in used),
             part_of=part_of.astype(np.int32),
             row_of=self.row_of[rows],
         )
@@ -374,22 +374,22 @@ class Rollouts:
         used, part_of = np.unique(self.part_of[index], return_inverse=True)
         return SequenceRefs(
             numbers=tuple(sequences),
-            prompts=tuple(np.array(self.prompts[group].token_ids, np.int32) for group in groups),
+            prompts=tuple(np.array(self.prompts[int(group)].token_ids, np.int32) for group in groups),
             prompt_of=prompt_of.astype(np.int32),
-            parts=tuple(self.parts[part] for part in used),
+            parts=tuple(self.parts[int(part)] for part in used),
             part_of=part_of.astype(np.int32),
             row_of=self.row_of[index],
         )
 
     def fetch_texts(self, group: int) -> list[str]:
         """[n] the responses of a group as text."""
-        return [self.texts[self.part_of[s]].fetch()[int(self.row_of[s])] for s in self._of_group(group)]
+        return [self.texts[int(self.part_of[s])].fetch()[int(self.row_of[s])] for s in self._of_group(group)]
 
     def fetch_group(self, group: int) -> RolloutGroup:
         """A group with its tokens and texts: for people, logs and tests."""
         texts = self.fetch_texts(group)
         rollouts = tuple(
-            self.parts[self.part_of[s]].fetch().rollout(int(self.row_of[s]), text)
+            self.parts[int(self.part_of[s])].fetch().rollout(int(self.row_of[s]), text)
             for s, text in zip(self._of_group(group), texts, strict=True)
         )
         newest = int(self.newest_version[group * self.n])
@@ -417,7 +417,7 @@ class TrainBatch:
     """S lengths that sum to T"""
     loss_mask: torch.Tensor
     """[T] bool: tokens that the model is trained on (sampled tokens; response tokens in SFT)"""
-    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    columns: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """name -> [T] float32, for instance old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_weights"""
 
     def __post_init__(self) -> None:
@@ -481,7 +481,7 @@ class Metric:
 class OffloadReport:
     """What went from the device to the host, and the seconds of both ways. Reports of several moves add up."""
 
-    freed: dict[str, int] = field(default_factory=dict)
+    freed: dict[str, int] = field(default_factory=dict[str, int])
     """params, grads, optimizer -> bytes of device memory that were freed"""
     seconds: float = 0.0
 
@@ -569,7 +569,7 @@ class StepReport:
     loss: float
     grad_norm: float
     lr: float
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
     updated: bool = True
     """False where loss or gradient norm are not finite: weights, moments and learning-rate schedule are as before."""
     bad: tuple[BadMicroBatch, ...] = ()

@@ -4,6 +4,8 @@ The engine samples with one program and perhaps older weights, the trainer compu
 p_engine of a sampled token is what importance sampling weighs it by. Letters: S sequences, T tokens end to end.
 """
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Sequence

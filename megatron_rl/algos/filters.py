@@ -1,5 +1,7 @@
 """What happens to scores and groups before advantages are made (DAPO, Yu et al. 2025)."""
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,7 @@
 """Generalized advantage estimation over packed sequences. Letters: S sequences, T tokens, sequences end to end."""
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Callable

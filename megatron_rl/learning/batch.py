@@ -1,5 +1,7 @@
 """The batch of a step as the controller knows it: facts of each sequence. Tokens and columns lie on the ranks."""
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """The models of a run and the batch of its step, on their workers."""
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,6 +3,8 @@
 Sequences are named by number and columns by name; both lie on the ranks (workers/rank_batch.py).
 """
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Small collectives that several layers need."""
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,7 @@
 """Megatron's process groups from a Topology. Only this module starts torch.distributed and parallel_state."""
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportMissingTypeStubs=false
 from __future__ import annotations
 
 import datetime

@@ -3,6 +3,8 @@
 Ranks are positions in the group, which may be the default one or any other that holds trainers and engines together.
 """
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 import hashlib

@@ -70,14 +70,14 @@ class Loads:
 
     placement: Placement
     total: int = 0
-    local: dict[int, int] = field(default_factory=dict)
-    moved: dict[int, int] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
-    far_moved: dict[int, int] = field(default_factory=dict)
-    far_sent: dict[int, int] = field(default_factory=dict)
-    minimum: dict[int, int] = field(default_factory=dict)
-    needed: dict[int, int] = field(default_factory=dict)
-    held: dict[int, int] = field(default_factory=dict)
+    local: dict[int, int] = field(default_factory=dict[int, int])
+    moved: dict[int, int] = field(default_factory=dict[int, int])
+    sent: dict[int, int] = field(default_factory=dict[int, int])
+    far_moved: dict[int, int] = field(default_factory=dict[int, int])
+    far_sent: dict[int, int] = field(default_factory=dict[int, int])
+    minimum: dict[int, int] = field(default_factory=dict[int, int])
+    needed: dict[int, int] = field(default_factory=dict[int, int])
+    held: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
         for counts in (self.local, self.moved, self.sent, self.far_moved, self.far_sent):
