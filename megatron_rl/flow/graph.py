@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from megatron_rl.errors import FlowError
 from megatron_rl.flow.checks import find_faults, nearest, raise_faults, unused_sources
@@ -215,7 +216,11 @@ def _constant_node(old: Node, value: object) -> Node:
             f"node {old.name!r} has the outputs {sorted(old.outputs)}, and the constant does not say each "
             "-- give a dict with exactly these names"
         )
-    return Node(old.name, lambda: value, {}, old.outputs, group="constant")
+
+    def stand_in() -> object:
+        return cast(object, value)
+
+    return Node(old.name, stand_in, {}, old.outputs, group="constant")
 
 
 def _function_node(old: Node, fn: Callable[..., object]) -> Node:
@@ -240,7 +245,11 @@ def _map_node(old: Node, fn: Callable[..., object], taken: set[str]) -> Node:
     name, number = stem, 2
     while name in taken:
         name, number = f"{stem}_{number}", number + 1
-    return Node(name, lambda **values: fn(*values.values()), old.outputs, old.outputs, old.group)
+
+    def mapped(**values: object) -> object:
+        return fn(*values.values())
+
+    return Node(name, mapped, old.outputs, old.outputs, old.group)
 
 
 def _renamed(node: Node, inputs: Mapping[str, str] | None = None, outputs: Mapping[str, str] | None = None) -> Node:

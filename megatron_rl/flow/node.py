@@ -100,15 +100,17 @@ def node(
     FlowError if a parameter has no name to call it by, or a name is needed and there is none.
     """
     own = name or fn_name(fn)
-    inputs, optional, result = read_signature(fn, own, len(bound))
+    inputs, optional, stated = read_signature(fn, own, len(bound))
+    result = stated
     call = partial(fn, *bound) if bound else fn
     if result is None or result is type(None):
         return Node(own, call, inputs, {}, group, optional)
     if gives is None and isinstance(result, type) and is_dataclass(result):
         hints = get_type_hints(result)
-        outputs = {one.name: hints[one.name] for one in fields(result)}
+        outputs: dict[str, StatedType] = {one.name: hints[one.name] for one in fields(result)}
         return Node(own, call, inputs, outputs, group, optional, makes_fields=True)
-    return Node(own, call, inputs, {gives or own: result}, group, optional)
+    single: dict[str, StatedType] = {gives or own: stated}
+    return Node(own, call, inputs, single, group, optional)
 
 
 def read_signature(

@@ -40,8 +40,8 @@ MOST_TOKENS_SHOWN = 400
 class Findings:
     """What `check --data` has to say: lines for a reader, and the message of each fault."""
 
-    lines: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list[str])
+    faults: list[str] = field(default_factory=list[str])
 
 
 def weight_faults(cfg: RunConfig, needs_rewards: bool) -> list[str]:

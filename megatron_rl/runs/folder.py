@@ -108,7 +108,7 @@ class RunFolder:
             os.close(lock)
 
     def _make_folder(self) -> None:
-        missing = []
+        missing: list[Path] = []
         path = self.path
         while not path.exists():
             missing.append(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -44,7 +44,7 @@ Loop: TypeAlias = Callable[[LoopTrainer[StepT], RolloutBuffer[StepT], RunState],
 
 
 @contextmanager
-def synchronous(trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState) -> Iterator[OneStep]:
+def synchronous(trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState) -> Generator[OneStep, None, None]:
     """Each step learns from what the newest weights have just sampled."""
 
     def one_step(step: int) -> StepResult:

@@ -7,7 +7,7 @@ that every number is the synchronous loop's. More is not offered yet.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Generic
@@ -20,7 +20,7 @@ from megatron_rl.runs.trainer import StepResult
 
 
 @contextmanager
-def asynchronous(trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState) -> Iterator[OneStep]:
+def asynchronous(trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState) -> Generator[OneStep, None, None]:
     """Each step learns from what the producer has put into the buffer. Raises ConfigError for a staleness above 0."""
     if buffer.max_staleness > 0:
         reason = "learning from the samples of older weights is not offered yet"

@@ -113,7 +113,6 @@ class _Run(Generic[StepT]):
         # A collection of everything that the imports have left takes half a second, in the middle of some step.
         gc.collect()
         gc.freeze()
-        trainer_cfg = self._cfg.trainer
         try:
             found = self._validated(0) if self._validates_first() else {}
             self._begin()

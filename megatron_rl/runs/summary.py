@@ -39,7 +39,7 @@ def summary_lines(
             f"{name}: {data.num_rows:,} rows, {data.num_filtered:,} left out and {data.num_truncated:,} cut for "
             f"length{cached}"
         )
-        mix = mix_weights if name == "train" else {}
+        mix = mix_weights if name == "train" else dict[str, float]()
         if len(data.rows_by_source) > 1 or mix:
             parts = [
                 f"{source} {count:,} rows"
