@@ -4,8 +4,6 @@ Ranks leave weights, moments and learning-rate schedule as they were (mcore/step
 and trainer.on_nonfinite decides.
 """
 
-# torch leaves some of its types open.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 import logging
