@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from megatron_rl.algos.groups import flat_groups
 from megatron_rl.flow import Node, node
