@@ -381,22 +381,17 @@ class Rollouts:
             row_of=self.row_of[index],
         )
 
-    def fetch_texts(self, group: int) -> list[str]:
-        """[n] the responses of a group as text."""
-        return [self.texts[int(self.part_of[s])].fetch()[int(self.row_of[s])] for s in self._of_group(group)]
+    def fetch_text(self, sequence: int) -> str:
+        """A response as text."""
+        return self.texts[int(self.part_of[sequence])].fetch()[int(self.row_of[sequence])]
 
     def fetch_group(self, group: int) -> RolloutGroup:
         """A group with its tokens and texts: for people, logs and tests."""
-        texts = self.fetch_texts(group)
+        sequences = range(group * self.n, (group + 1) * self.n)
         rollouts = tuple(
-            self.parts[int(self.part_of[s])].fetch().rollout(int(self.row_of[s]), text)
-            for s, text in zip(self._of_group(group), texts, strict=True)
+            self.parts[int(self.part_of[s])].fetch().rollout(int(self.row_of[s]), self.fetch_text(s)) for s in sequences
         )
-        newest = int(self.newest_version[group * self.n])
-        return RolloutGroup(self.prompts[group], rollouts, newest)
-
-    def _of_group(self, group: int) -> range:
-        return range(group * self.n, (group + 1) * self.n)
+        return RolloutGroup(self.prompts[group], rollouts, int(self.newest_version[sequences[0]]))
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from megatron_rl.errors import RewardError
 from megatron_rl.experience.sampler import Sampler
 from megatron_rl.experience.scoring import RunRewards, length_penalties
 from megatron_rl.rewards.base import RewardResult
-from megatron_rl.types import Prompt, RolloutGroup
+from megatron_rl.types import Prompt, Rollouts
 
 
 @dataclass(frozen=True)
 class Sampled:
     """The groups of one step, what each of their samples scored (group after group), and counts for the metrics."""
 
-    groups: list[RolloutGroup]
+    rollouts: Rollouts
     results: list[RewardResult]
     sampling: dict[str, float]
 
@@ -40,13 +40,13 @@ def generate_differing(
     """Groups whose samples differ, from as many batches of prompts as that takes (DAPO). more: the next batch."""
     filters = cfg.algorithm.filter_groups
 
-    def score(batch: list[Prompt], number: int) -> tuple[list[RolloutGroup], list[RewardResult]]:
-        groups = sampler.training_samples(batch, step, first=number * cfg.data.train_batch_size)
-        return groups, rewards.score(groups)
+    def score(batch: list[Prompt], number: int) -> tuple[Rollouts, list[RewardResult]]:
+        rollouts = sampler.training_samples(batch, step, first=number * cfg.data.train_batch_size)
+        return rollouts, rewards.score(rollouts)
 
-    def differs(groups: Sequence[RolloutGroup], results: Sequence[RewardResult]) -> list[bool]:
-        lens = torch.tensor([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
-        return differing(filters.metric, results, length_penalties(cfg, lens), cfg.rollout.n)
+    def differs(rollouts: Rollouts, results: Sequence[RewardResult]) -> list[bool]:
+        penalties = length_penalties(cfg, torch.from_numpy(rollouts.lens))
+        return differing(filters.metric, results, penalties, cfg.rollout.n)
 
     return sample_differing(prompts, more, score, differs, max_batches=filters.max_num_gen_batches)
 
@@ -54,8 +54,8 @@ def generate_differing(
 def sample_differing(
     first: list[Prompt],
     more: Callable[[], list[Prompt]],
-    score: Callable[[list[Prompt], int], tuple[list[RolloutGroup], list[RewardResult]]],
-    differs: Callable[[Sequence[RolloutGroup], Sequence[RewardResult]], list[bool]],
+    score: Callable[[list[Prompt], int], tuple[Rollouts, list[RewardResult]]],
+    differs: Callable[[Rollouts, Sequence[RewardResult]], list[bool]],
     *,
     max_batches: int,
 ) -> Sampled:
@@ -66,16 +66,18 @@ def sample_differing(
     shape; the trainer leaves those out of the update.
     """
     wanted = len(first)
-    good: list[tuple[RolloutGroup, list[RewardResult]]] = []
-    flat: list[tuple[RolloutGroup, list[RewardResult]]] = []
+    drawn: list[Rollouts] = []
+    results: list[RewardResult] = []
+    good: list[int] = []
+    flat: list[int] = []
     batches, prompts = 0, first
     while True:
-        groups, results = score(prompts, batches)
+        rollouts, scored = score(prompts, batches)
         batches += 1
-        rest = iter(results)
-        pairs = [(group, [next(rest) for _ in group.rollouts]) for group in groups]
-        for pair, keeps in zip(pairs, differs(groups, results), strict=True):
-            (good if keeps else flat).append(pair)
+        for number, keeps in enumerate(differs(rollouts, scored), start=len(good) + len(flat)):
+            (good if keeps else flat).append(number)
+        drawn.append(rollouts)
+        results += scored
         if len(good) >= wanted or batches == max_batches:
             break
         prompts = more()
@@ -88,9 +90,10 @@ def sample_differing(
         "sampling/surplus": max(0, len(good) - wanted),
         "sampling/filled": filled,
     }
+    n = drawn[0].n
     return Sampled(
-        [group for group, _ in picked],
-        [result for _, of_group in picked for result in of_group],
+        Rollouts.concat(drawn).select(picked),
+        [result for group in picked for result in results[group * n : (group + 1) * n]],
         {name: float(count) for name, count in counts.items()},
     )
 

@@ -13,7 +13,7 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import FlowError
 from megatron_rl.rollout.engine import Request, Sampling
-from megatron_rl.types import Prompt, RolloutGroup, Rollouts, SyncReport
+from megatron_rl.types import Prompt, Rollouts, SyncReport
 from megatron_rl.workers.engine import EngineWorker
 from megatron_rl.workers.records import UpdateResult
 
@@ -35,14 +35,14 @@ class Sampler:
 
     # Step functions.
 
-    def generate(self, prompts: list[Prompt], step: int) -> list[RolloutGroup]:
+    def generate(self, prompts: list[Prompt], step: int) -> Rollouts:
         """rollout.n samples of each prompt at the training temperature, from every engine at once."""
         return self.training_samples(prompts, step)
 
-    def greedy(self, groups: list[RolloutGroup], step: int) -> list[RolloutGroup]:
+    def greedy(self, rollouts: Rollouts, step: int) -> Rollouts:
         """The most likely response to each prompt, for ReMax's baseline."""
         sampling = self.sampling(1, 0.0, 1.0, -1)
-        return self.sample([group.prompt for group in groups], sampling, f"greedy/{step}")
+        return self.sample(rollouts.prompts, sampling, f"greedy/{step}")
 
     def publish(self, updates: list[UpdateResult]) -> SyncReport:
         """The new weights into the engines, under the next version; all ranks added up."""
@@ -55,7 +55,7 @@ class Sampler:
 
     # What they are made of.
 
-    def training_samples(self, prompts: Sequence[Prompt], step: int, first: int = 0) -> list[RolloutGroup]:
+    def training_samples(self, prompts: Sequence[Prompt], step: int, first: int = 0) -> Rollouts:
         """As `generate`; first: the place of the first prompt among all prompts of the step."""
         rollout = self._cfg.rollout
         sampling = self.sampling(rollout.n, rollout.temperature, rollout.top_p, rollout.top_k)
@@ -73,7 +73,7 @@ class Sampler:
             stop=self._stop_texts,
         )
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str, first: int = 0) -> list[RolloutGroup]:
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str, first: int = 0) -> Rollouts:
         """Prompts dealt out to the engines in turn, and back in order. A sample's seed depends on the purpose and the
         place of its prompt. first: the place of the first prompt, if these are some of more.
         """
@@ -85,8 +85,7 @@ class Sampler:
         ]
         dealt = [requests[e::engines] for e in range(engines)]
         answers = group.each_engine(EngineWorker.generate, dealt, sampling)
-        rollouts = Rollouts.from_answers(prompts, sampling.n, answers)
-        return [rollouts.fetch_group(number) for number in range(rollouts.num_groups)]
+        return Rollouts.from_answers(prompts, sampling.n, answers)
 
     def state(self) -> dict[str, Any]:
         """The version."""

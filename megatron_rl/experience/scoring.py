@@ -16,17 +16,18 @@ from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.reward import RewardWorkerConfig
 from megatron_rl.errors import FlowError, RewardError
+from megatron_rl.experience.reward_samples import RolloutSamples, reward_sample
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.rewards.base import RewardResult, RewardSample, number_fault
 from megatron_rl.rewards.compose import Results
 from megatron_rl.rewards.scorer import ModelFn, RewardScorer
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.types import Prompt, Rollouts
 from megatron_rl.workers.judge import JudgePlan, JudgeWorker
 from megatron_rl.workers.reward_model import RewardModelPlan, RewardModelWorker, same_rendering
 
 WorkerT = TypeVar("WorkerT")
-
-_EMPTY = Rollout((), (), "stop", "")
+MODEL_SAMPLES = 1024
+"""Most samples that one worker of a reward model gets in a call: their texts are in memory here at that time."""
 
 
 class RunRewards:
@@ -60,13 +61,13 @@ class RunRewards:
         Raises DataError naming data sources and rows that cannot be scored, RewardError where a reward cannot be
         loaded or fails.
         """
-        samples = [reward_sample(prompt, _EMPTY) for prompt in prompts]
+        samples = [reward_sample(prompt) for prompt in prompts]
         self._scorer.check_rows(samples)
         self._scorer.preflight(samples)
 
     def notes(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
         """By which rule the prompts' data sources are scored, where reward.function does not say it; a line each."""
-        return tuple(self._scorer.notes([reward_sample(prompt, _EMPTY) for prompt in prompts]))
+        return tuple(self._scorer.notes([reward_sample(prompt) for prompt in prompts]))
 
     def start_models(self) -> None:
         """Start the workers of the models that rewards name, after the policy's: what those need comes first."""
@@ -82,10 +83,10 @@ class RunRewards:
             args = (reward.judge, JudgePlan(device, reward.failed_score, shape, self._cfg.trainer.seed))
             self._groups["judge"] = self._start(JudgeWorker, args, reward.judge, device)
 
-    def score(self, groups: list[RolloutGroup]) -> list[RewardResult]:
+    def score(self, rollouts: Rollouts) -> list[RewardResult]:
         """One result per sequence, group after group. RewardError once too many fail (reward.max_failed_share)."""
-        samples = [reward_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        return self._scorer.score_or_stop(samples)
+        with_ids = self._scorer.plan.uses("model")
+        return self._scorer.score_or_stop(RolloutSamples(rollouts, with_ids))
 
     def close(self) -> None:
         """End the models' workers and the reward processes."""
@@ -104,8 +105,12 @@ class RunRewards:
                 # Before the models are there, a preflight checks the rules around them.
                 return [RewardResult(0.0)] * len(samples)
             count = group.grid.world
-            results = group.each_dp(method, [list(samples[i::count]) for i in range(count)])
-            return [results[i % count][i // count] for i in range(len(samples))]
+            scored: list[RewardResult] = []
+            for first in range(0, len(samples), MODEL_SAMPLES * count):
+                some = samples[first : first + MODEL_SAMPLES * count]
+                results = group.each_dp(method, [list(some[i::count]) for i in range(count)])
+                scored += [results[i % count][i // count] for i in range(len(some))]
+            return list[RewardResult | None](scored)
 
         return score
 
@@ -142,22 +147,3 @@ def scores_of(results: Sequence[RewardResult], penalties: Tensor) -> Tensor:
                 f"the flow's reward node gave {result.value!r} to sequence {number} of the batch -- {fault}"
             )
     return torch.tensor([result.value for result in results], dtype=torch.float64) + penalties
-
-
-def reward_sample(prompt: Prompt, rollout: Rollout) -> RewardSample:
-    """What rewards are given of a response."""
-    return RewardSample(
-        data_source=prompt.data_source,
-        prompt_text=prompt.text,
-        solution_str=rollout.text,
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-        num_tokens=len(rollout.token_ids),
-        finish_reason=rollout.finish_reason,
-        messages=prompt.messages,
-        tools=prompt.tools,
-        prompt_ids=prompt.token_ids,
-        response_ids=rollout.token_ids,
-        has_source=prompt.has_source,
-        where=prompt.where,
-    )

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.cluster.handles import hand_over
 from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig, TrainingConfig
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.errors import FlowError
 from megatron_rl.learning.batch import Batch, OnRanks, plan_roles
 from megatron_rl.learning.nonfinite import NonFiniteGuard
-from megatron_rl.types import Column, EngineAnswer, RolloutGroup, Rollouts, Samples, Texts
+from megatron_rl.types import Column, Rollouts
 from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.records import ModelColumn, Read, Role
 from megatron_rl.workers.train import TrainWorker
@@ -94,11 +93,8 @@ class Assembled:
     plan: BatchPlan
 
 
-def load_rollouts(
-    models: Models, groups: Sequence[RolloutGroup], roles: Sequence[TrainingConfig]
-) -> tuple[Batch, list[BatchPlan]]:
+def load_rollouts(models: Models, rollouts: Rollouts, roles: Sequence[TrainingConfig]) -> tuple[Batch, list[BatchPlan]]:
     """Plan the mini-batches of each role over one assignment to ranks, and have each rank fetch its sequences."""
-    rollouts = _rollouts(groups)
     group_ids = rollouts.group_ids
     minis = [(group_ids // training.mini_batch_size).tolist() for training in roles]
     seq_lens = tuple(rollouts.seq_lens.tolist())
@@ -113,18 +109,3 @@ def load_rollouts(
     )
     models.group.each_dp(BatchWorker.load, [rollouts.refs(of_rank) for of_rank in numbers])
     return batch, plans
-
-
-def _rollouts(groups: Sequence[RolloutGroup]) -> Rollouts:
-    """Groups as one engine would have answered them."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    samples = Samples.from_lists(
-        [rollout.token_ids for rollout in rollouts],
-        [rollout.logprobs for rollout in rollouts],
-        [rollout.finish_reason for rollout in rollouts],
-        groups[0].weight_version,
-    )
-    texts = Texts.of([rollout.text for rollout in rollouts])
-    versions = samples.newest_version
-    answer = EngineAnswer(samples.lens, samples.finish, versions, versions, hand_over(samples), hand_over(texts))
-    return Rollouts.from_answers([group.prompt for group in groups], len(groups[0].rollouts), [answer])

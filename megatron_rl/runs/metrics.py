@@ -19,7 +19,7 @@ from megatron_rl.learning.nonfinite import NonFiniteGuard
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.runs.validation import SampleRow, sample_row
 from megatron_rl.trainers.parts import Parts
-from megatron_rl.types import Metric, OffloadReport, RolloutGroup, StepReport, SyncReport
+from megatron_rl.types import Metric, OffloadReport, Rollouts, StepReport, SyncReport
 from megatron_rl.workers.records import UpdateResult
 
 Metrics: TypeAlias = dict[str, float]
@@ -48,7 +48,7 @@ class StepSummary:
 
 
 def step_metrics(
-    groups: list[RolloutGroup],
+    rollouts: Rollouts,
     results: list[RewardResult],
     updates: list[UpdateResult],
     mismatch: dict[str, float],
@@ -56,7 +56,7 @@ def step_metrics(
 ) -> Metrics:
     """What is measured of every step that samples, whatever the algorithm."""
     metrics = reward_metrics(results)
-    metrics |= length_metrics(groups)
+    metrics |= length_metrics(rollouts)
     metrics |= update_metrics([update.report for update in updates])
     metrics |= sum((update.offload for update in updates), OffloadReport()).metrics()
     metrics |= memory_metrics([update.memory_bytes for update in updates])
@@ -84,10 +84,10 @@ def memory_metrics(peaks: Sequence[int]) -> dict[str, float]:
     return {"memory/peak_gib": max(peaks) / 2**30} if peaks else {}
 
 
-def group_metrics(results: list[RewardResult], batch: Batch, groups: list[RolloutGroup]) -> Metrics:
+def group_metrics(results: list[RewardResult], batch: Batch, rollouts: Rollouts) -> Metrics:
     """Groups whose samples all score the same."""
     scores = torch.tensor([result.value for result in results], dtype=torch.float64)
-    return {"groups/flat": float(flat_groups(scores, batch.group_ids).sum()) / len(groups[0].rollouts)}
+    return {"groups/flat": float(flat_groups(scores, batch.group_ids).sum()) / rollouts.n}
 
 
 def sampling_metrics(sampling: dict[str, float] | None = None) -> Metrics:
@@ -134,12 +134,12 @@ def sft_metrics(parts: Parts, updates: list[UpdateResult]) -> Metrics:
     return metrics if average is None else metrics | {"sft/loss_ema": average}
 
 
-def rollouts_summary(count: int, batch: Batch, groups: list[RolloutGroup], results: list[RewardResult]) -> StepSummary:
+def rollouts_summary(count: int, rollouts: Rollouts, results: list[RewardResult]) -> StepSummary:
     """With the first sample of `count` evenly spread prompts."""
-    per_group = len(groups[0].rollouts)
-    picked = [i * len(groups) // count for i in range(min(count, len(groups)))]
-    samples = [sample_row(groups[i], groups[i].rollouts[0], results[i * per_group]) for i in picked]
-    return StepSummary(batch.num_tokens, samples)
+    groups = rollouts.num_groups
+    picked = [i * groups // count for i in range(min(count, groups))]
+    samples = [sample_row(rollouts, i * rollouts.n, results[i * rollouts.n]) for i in picked]
+    return StepSummary(int(rollouts.seq_lens.sum()), samples)
 
 
 def batch_summary(batch: Batch) -> StepSummary:
@@ -195,15 +195,13 @@ def reward_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     return metrics | {f"reward/{name}": extra.mean for name, extra in named.items()}
 
 
-def length_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def length_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Lengths in tokens, and the share of responses that hit the length limit."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
     return {
-        "length/prompt_mean": sum(len(group.prompt.token_ids) for group in groups) / len(groups),
-        "length/response_mean": sum(lengths) / len(lengths),
-        "length/response_max": float(max(lengths)),
-        "length/cut_share": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "length/prompt_mean": float(rollouts.prompt_lens.mean()),
+        "length/response_mean": float(rollouts.lens.mean()),
+        "length/response_max": float(rollouts.lens.max()),
+        "length/cut_share": float(rollouts.was_cut.mean()),
     }
 
 

@@ -19,7 +19,7 @@ from megatron_rl.trainers.placement import Workers, start_workers
 from megatron_rl.workers.records import Role
 from megatron_rl.workers.train import TrainWorker
 
-SEAM = ("groups", "greedy")
+SEAM = ("rollouts", "greedy")
 """What engines make: the values that stand between `take` and `learn`. Rewards lie behind it, so that scoring overlaps
 the model passes."""
 

@@ -13,7 +13,7 @@ from megatron_rl.rewards.answers import extract_answer, vote
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.trainers.sft import score_rows
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.types import FINISH_REASONS, Prompt, Rollouts
 
 SampleRow: TypeAlias = dict[str, object]
 """One sample as rollouts.jsonl and an evaluation's answers.jsonl hold it."""
@@ -41,20 +41,20 @@ def validate_prompts(parts: Parts, prompts: Sequence[Prompt], step: int) -> Vali
     val, sampler = parts.cfg.rollout.val, parts.sampler
     size = parts.cfg.data.val_batch_size or len(prompts)
     sampling = sampler.sampling(val.n, val.temperature, val.top_p, val.top_k)
-    groups: list[RolloutGroup] = []
-    for first in range(0, len(prompts), size):
-        groups += sampler.sample(prompts[first : first + size], sampling, f"val/{step}", first)
-    results = parts.rewards.score(groups)
+    batches = [
+        sampler.sample(prompts[first : first + size], sampling, f"val/{step}", first)
+        for first in range(0, len(prompts), size)
+    ]
+    rollouts = Rollouts.concat(batches)
+    results = parts.rewards.score(rollouts)
 
     def rows() -> list[SampleRow]:
-        rest = iter(results)
         return [
-            {"row": group.prompt.index, **sample_row(group, rollout, next(rest))}
-            for group in groups
-            for rollout in group.rollouts
+            {"row": rollouts.prompts[s // rollouts.n].index, **sample_row(rollouts, s, result)}
+            for s, result in enumerate(results)
         ]
 
-    return Validation(validation_metrics(groups, results, val.pass_score), rows)
+    return Validation(validation_metrics(rollouts, results, val.pass_score), rows)
 
 
 def validate_samples(parts: Parts, samples: Sequence[SftSample]) -> Validation:
@@ -79,23 +79,24 @@ def validate_samples(parts: Parts, samples: Sequence[SftSample]) -> Validation:
     return Validation(metrics, rows)
 
 
-def sample_row(group: RolloutGroup, rollout: Rollout, result: RewardResult) -> SampleRow:
+def sample_row(rollouts: Rollouts, sequence: int, result: RewardResult) -> SampleRow:
     """One sample with its score."""
+    prompt = rollouts.prompts[sequence // rollouts.n]
     return {
-        "prompt": group.prompt.text,
-        "response": rollout.text,
-        "ground_truth": group.prompt.ground_truth,
+        "prompt": prompt.text,
+        "response": rollouts.fetch_text(sequence),
+        "ground_truth": prompt.ground_truth,
         "reward": result.value,
         "failed": result.failed,
-        "finish_reason": rollout.finish_reason,
-        "num_tokens": len(rollout.token_ids),
-        "weight_version": group.weight_version,
-        "data_source": group.prompt.data_source,
+        "finish_reason": FINISH_REASONS[rollouts.finish[sequence]],
+        "num_tokens": int(rollouts.lens[sequence]),
+        "weight_version": int(rollouts.newest_version[sequence]),
+        "data_source": prompt.data_source,
     }
 
 
 def validation_metrics(
-    groups: Sequence[RolloutGroup], results: Sequence[RewardResult], pass_score: float = 1.0
+    rollouts: Rollouts, results: Sequence[RewardResult], pass_score: float = 1.0
 ) -> dict[str, float]:
     """Metrics over all rows; those of accuracy by data source too where there are several.
 
@@ -106,24 +107,23 @@ def validation_metrics(
         val/pass@k     chance that one of k samples passes, for k = 1, 2, 4 ... and n
         val/maj@n      mean score of the answer that most of the n samples give
 
-    Each row counts once (contract R4): a row that stands twice in `groups` is an error of the caller's.
+    Each row counts once (contract R4): a row that stands twice in them is an error of the caller's.
     """
-    rows = [group.prompt.index for group in groups]
+    rows, n = [prompt.index for prompt in rollouts.prompts], rollouts.n
     assert len(set(rows)) == len(rows), "a validation row was scored twice"
-    assert len(results) == sum(len(group.rollouts) for group in groups), "not every sample has a result"
+    assert len(results) == rollouts.num_sequences, "not every sample has a result"
     by_source: dict[str, list[dict[str, float]]] = defaultdict(list)
-    rest = iter(results)
-    for group in groups:
-        scores = [next(rest).value for _ in group.rollouts]
-        answers = [vote(extract_answer(rollout.text)) for rollout in group.rollouts]
-        by_source[group.prompt.data_source].append(row_metrics(scores, answers, pass_score))
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for group, prompt in enumerate(rollouts.prompts):
+        sequences = range(group * n, (group + 1) * n)
+        scores = [results[s].value for s in sequences]
+        answers = [vote(extract_answer(rollouts.fetch_text(s))) for s in sequences] if n > 1 else []
+        by_source[prompt.data_source].append(row_metrics(scores, answers, pass_score))
     metrics = _means([row for of_source in by_source.values() for row in of_source])
     metrics |= {
-        "val/num_rows": float(len(groups)),
+        "val/num_rows": float(rollouts.num_groups),
         "val/num_samples": float(len(results)),
         "val/failed": float(sum(result.failed is not None for result in results)),
-        "val/response_length": sum(len(rollout.token_ids) for rollout in rollouts) / len(rollouts),
+        "val/response_length": float(rollouts.lens.mean()),
     }
     if len(by_source) > 1:
         for source, of_source in sorted(by_source.items()):

@@ -23,7 +23,7 @@ from megatron_rl.learning.batch import Batch
 from megatron_rl.learning.models import Assembled, Made, Models, load_rollouts
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
-from megatron_rl.types import Prompt, RolloutGroup
+from megatron_rl.types import Prompt, Rollouts
 
 
 def grpo(parts: Parts) -> Flow:
@@ -49,7 +49,7 @@ def _sampling(parts: Parts) -> list[Node | Absent]:
         nodes = [node(generate_differing, *turns, name="generate", group="policy")]
     else:
         nodes = [
-            node(sampler.generate, gives="groups", group="policy"),
+            node(sampler.generate, gives="rollouts", group="policy"),
             node(rewards.score, name="reward", gives="results", group="reward"),
             absent("sampling"),
         ]
@@ -57,24 +57,24 @@ def _sampling(parts: Parts) -> list[Node | Absent]:
         return [*nodes, absent("greedy"), node(assemble, models, group="policy"), absent("baselines")]
     return [
         *nodes,
-        node(sampler.greedy, group="policy"),
+        node(sampler.greedy, gives="greedy", group="policy"),
         node(assemble, models, group="policy"),
         node(baselines, parts, group="reward"),
     ]
 
 
-def assemble(models: Models, groups: list[RolloutGroup], greedy: list[RolloutGroup] | None = None) -> Assembled:
+def assemble(models: Models, rollouts: Rollouts, greedy: Rollouts | None = None) -> Assembled:
     """Plan which sequence goes to which mini-batch, rank and micro-batch, and have the ranks fetch their own.
 
     greedy: waited for, if the step samples them, and not used: the engine gives its memory up to the first model pass.
     """
-    batch, (plan,) = load_rollouts(models, groups, [models.cfg.actor_training])
+    batch, (plan,) = load_rollouts(models, rollouts, [models.cfg.actor_training])
     return Assembled(batch, plan)
 
 
-def baselines(parts: Parts, greedy: list[RolloutGroup]) -> Tensor:
+def baselines(parts: Parts, greedy: Rollouts) -> Tensor:
     """[G] what the greedy responses score."""
-    lens = torch.tensor([len(group.rollouts[0].token_ids) for group in greedy])
+    lens = torch.from_numpy(greedy.lens)
     return scores_of(parts.rewards.score(greedy), length_penalties(parts.cfg, lens))
 
 

@@ -22,7 +22,7 @@ from megatron_rl.learning.models import Assembled, Made, Models, load_rollouts
 from megatron_rl.learning.passes import LossColumns
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
-from megatron_rl.types import Prompt, RolloutGroup
+from megatron_rl.types import Prompt, Rollouts
 from megatron_rl.workers.objectives import ValueObjective
 from megatron_rl.workers.records import UpdateResult
 
@@ -32,7 +32,7 @@ def ppo(parts: Parts) -> Flow:
     cfg, models, sampler = parts.cfg, parts.models, parts.sampler
     own_critic = node(update_critic, models, gives="critic_updates", group="critic")
     nodes = [
-        node(sampler.generate, gives="groups", group="policy"),
+        node(sampler.generate, gives="rollouts", group="policy"),
         node(assemble, models, group="policy"),
         node(parts.rewards.score, name="reward", gives="results", group="reward"),
         *_passes(models),
@@ -79,10 +79,10 @@ class PpoInputs(credit.TrainInputs):
     """how well the values foresaw the returns"""
 
 
-def assemble(models: Models, groups: list[RolloutGroup]) -> PpoBatch:
+def assemble(models: Models, rollouts: Rollouts) -> PpoBatch:
     """Plan the actor's mini-batches and the critic's, and have the ranks fetch their sequences."""
     cfg = models.cfg
-    batch, (plan, critic_plan) = load_rollouts(models, groups, [cfg.actor_training, cfg.critic_training])
+    batch, (plan, critic_plan) = load_rollouts(models, rollouts, [cfg.actor_training, cfg.critic_training])
     return PpoBatch(batch, plan, critic_plan)
 
 

@@ -51,7 +51,8 @@ def trainer_step(rank: int, world: int, model: str, reward: str, after: str) -> 
         trainer.save(after)
     finally:
         trainer.close()
-    groups, scores = values["groups"], iter(values["results"])
+    rollouts, scores = values["rollouts"], iter(values["results"])
+    groups = [rollouts.fetch_group(number) for number in range(rollouts.num_groups)]
     (update,) = values["updates"]
     return {
         "prompts": [list(group.prompt.token_ids) for group in groups],

@@ -14,6 +14,7 @@ from megatron_rl.learning.batch import Batch
 from megatron_rl.learning.models import Models, load_rollouts
 from megatron_rl.types import RolloutGroup
 from megatron_rl.workers.batch import BatchWorker
+from tests.helpers.rollouts import rollouts_of
 
 
 class BatchRank:
@@ -38,5 +39,5 @@ def loaded(cfg: RunConfig, groups: Sequence[RolloutGroup]) -> tuple[Models, Batc
     """Models whose one rank holds the rollouts."""
     models = Models(cfg)
     start_models(models)
-    batch, (plan,) = load_rollouts(models, groups, [cfg.actor_training])
+    batch, (plan,) = load_rollouts(models, rollouts_of(groups), [cfg.actor_training])
     return models, batch, plan

@@ -8,13 +8,20 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rl.cluster.handles import InProcess
-from megatron_rl.types import EngineAnswer, Rollout, RolloutGroup, Rollouts, Samples, Texts
+from megatron_rl.types import EngineAnswer, Rollout, RolloutGroup, Rollouts, Samples, Texts, TrainBatch
+from megatron_rl.workers.rank_batch import end_to_end
 
 
 def by_request(samples: Samples, n: int = 1) -> list[list[Rollout]]:
     """The n samples of each request, without text."""
     rows = [samples.rollout(row, "") for row in range(len(samples))]
     return [rows[first : first + n] for first in range(0, len(rows), n)]
+
+
+def batch_of(rollouts: Rollouts) -> TrainBatch:
+    """All sequences of a step, as ranks would have them."""
+    refs = rollouts.refs(range(rollouts.num_sequences))
+    return end_to_end(refs.prompts, refs.prompt_of.tolist(), *refs.fetch())
 
 
 def rollouts_of(groups: Sequence[RolloutGroup], num_parts: int = 1) -> Rollouts:

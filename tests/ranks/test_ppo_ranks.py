@@ -15,7 +15,7 @@ from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.load import load_config
 from megatron_rl.flow import constant
 from megatron_rl.rewards.base import RewardResult
-from megatron_rl.types import RolloutGroup
+from megatron_rl.types import Rollouts
 from tests.helpers.run_ranks import run_ranks
 
 STEPS = 5
@@ -57,9 +57,9 @@ class EvenTokens:
 
     def close(self) -> None: ...
 
-    def score(self, groups: list[RolloutGroup]) -> list[RewardResult]:
-        responses = [rollout.token_ids for group in groups for rollout in group.rollouts]
-        return [RewardResult(sum(token % 2 == 0 for token in ids) / len(ids)) for ids in responses]
+    def score(self, rollouts: Rollouts) -> list[RewardResult]:
+        responses, _ = rollouts.refs(range(rollouts.num_sequences)).fetch()
+        return [RewardResult(float((ids % 2 == 0).mean())) for ids in responses]
 
 
 def _serial(nodes: Any, sources: Any, timings: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def five_groups() -> tuple[Rollouts, list[RolloutGroup]]:
 def test_rollouts_give_back_what_engines_answered_group_by_group():
     rollouts, groups = five_groups()
     assert [rollouts.fetch_group(g) for g in range(5)] == groups
-    assert rollouts.fetch_texts(3) == ["text 3/0", "text 3/1"]
+    assert rollouts.fetch_text(7) == "text 3/1"
     assert rollouts.num_groups == 5 and rollouts.num_sequences == 10 and rollouts.n == 2
     assert rollouts.lens.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
     assert rollouts.seq_lens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

@@ -9,7 +9,8 @@ from megatron_rl.data.stream import Stream
 from megatron_rl.errors import RewardError
 from megatron_rl.experience.dynamic import Sampled, differing, filter_values, sample_differing
 from megatron_rl.rewards.base import RewardResult
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, Rollouts
+from tests.helpers.rollouts import rollouts_of
 
 
 def _prompt(index: int) -> Prompt:
@@ -26,24 +27,24 @@ def _step(stream: Stream, good: set[int], max_batches: int = 3) -> Sampled:
     def more() -> list[Prompt]:
         return [_prompt(i) for i in stream.next()]
 
-    def score(prompts: list[Prompt], number: int) -> tuple[list[RolloutGroup], list[RewardResult]]:
+    def score(prompts: list[Prompt], number: int) -> tuple[Rollouts, list[RewardResult]]:
         groups = [RolloutGroup(p, (Rollout((5,), (0.0,), "stop", ""),) * 2, number) for p in prompts]
-        return groups, [RewardResult(float(k and p.index in good)) for p in prompts for k in range(2)]
+        return rollouts_of(groups), [RewardResult(float(k and p.index in good)) for p in prompts for k in range(2)]
 
-    def differs(groups: object, results: list[RewardResult]) -> list[bool]:
+    def differs(rollouts: object, results: list[RewardResult]) -> list[bool]:
         return differing("score", results, torch.zeros(len(results)), 2)
 
     return sample_differing(more(), more, score, differs, max_batches=max_batches)  # type: ignore[arg-type]
 
 
 def _indices(found: Sampled) -> list[int]:
-    return [group.prompt.index for group in found.groups]
+    return [prompt.index for prompt in found.rollouts.prompts]
 
 
 def test_one_batch_is_enough_where_all_groups_differ() -> None:
     stream = _stream()
     found = _step(stream, good=set(range(40)))
-    assert len(found.groups) == 4 and stream.position == 4
+    assert found.rollouts.num_groups == 4 and stream.position == 4
     assert found.sampling == {
         "sampling/batches": 1, "sampling/prompts": 4, "sampling/flat": 0, "sampling/surplus": 0, "sampling/filled": 0,
     }  # fmt: skip
@@ -72,7 +73,7 @@ def test_sampling_is_bounded_and_the_step_keeps_its_shape() -> None:
     """No group differs: three batches and no more; flat groups fill the step, for the trainer to leave out."""
     stream = _stream()
     found = _step(stream, good=set())
-    assert stream.position == 12 and len(found.groups) == 4 and len(found.results) == 8
+    assert stream.position == 12 and found.rollouts.num_groups == 4 and len(found.results) == 8
     assert found.sampling["sampling/batches"] == 3 and found.sampling["sampling/filled"] == 4
     assert found.sampling["sampling/flat"] == 8, "those that were left out"
 

@@ -12,6 +12,7 @@ from megatron_rl.rewards.base import RewardResult
 from megatron_rl.rewards.text import numeric
 from megatron_rl.runs.validation import validation_metrics
 from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from tests.helpers.rollouts import rollouts_of
 
 TABLE = [
     ("5-3", "3"),
@@ -116,4 +117,4 @@ def test_answers_that_are_one_number_vote_together():
     rollouts = tuple(Rollout((1,), (0.0,), "stop", text) for text in texts)
     group = RolloutGroup(Prompt(0, (1,), "p", "s", "1000"), rollouts, 0)
     results = [RewardResult(numeric("s", text, "1000", {})) for text in texts]
-    assert validation_metrics([group], results)["val/maj@5"] == 1.0
+    assert validation_metrics(rollouts_of([group]), results)["val/maj@5"] == 1.0

@@ -27,10 +27,11 @@ from megatron_rl.runs.validation import (
     validation_metrics,
 )
 from megatron_rl.trainers.parts import Parts
-from megatron_rl.types import EngineAnswer, Prompt, Rollout, RolloutGroup, Samples, Texts
+from megatron_rl.types import EngineAnswer, Prompt, Rollout, RolloutGroup, Rollouts, Samples, Texts
 from megatron_rl.workers.engine import EngineWorker
 
 from tests.helpers.config import load
+from tests.helpers.rollouts import rollouts_of
 
 
 def group(index: int, texts: list[str], source: str = "s") -> RolloutGroup:
@@ -90,7 +91,7 @@ def test_what_a_response_answers(text: str, answer: str):
 
 def test_metrics_of_several_samples_by_source():
     groups = [group(0, ["9", "9", "8", "9"], "a"), group(1, ["8", "8", "9", "1"], "b"), group(2, ["0"] * 4, "b")]
-    metrics = validation_metrics(groups, scored(groups))
+    metrics = validation_metrics(rollouts_of(groups), scored(groups))
     assert metrics["val/accuracy"] == metrics["val/avg@4"] == pytest.approx(4 / 12)
     assert metrics["val/accuracy/a"] == 0.75 and metrics["val/avg@4/b"] == pytest.approx(1 / 8)
     assert metrics["val/pass@1"] == pytest.approx(metrics["val/accuracy"])
@@ -104,7 +105,7 @@ def test_metrics_of_several_samples_by_source():
 
 def test_one_sample_a_row_gives_accuracy_alone():
     groups = [group(0, ["9"]), group(1, ["8"])]
-    metrics = validation_metrics(groups, scored(groups))
+    metrics = validation_metrics(rollouts_of(groups), scored(groups))
     assert metrics["val/accuracy"] == 0.5 and not [name for name in metrics if "@" in name or name.endswith("/s")]
 
 
@@ -157,9 +158,10 @@ def test_each_row_is_validated_once_whatever_the_batch_size(
     parts.sampler.start(engines, Stops())  # type: ignore[arg-type]
     seen: list[int] = []
 
-    def reward(groups: list[RolloutGroup]) -> list[RewardResult]:
-        seen.extend(one.prompt.index for one in groups)
-        return [RewardResult(float(r.token_ids[0])) for one in groups for r in one.rollouts]
+    def reward(rollouts: Rollouts) -> list[RewardResult]:
+        seen.extend(prompt.index for prompt in rollouts.prompts)
+        ids, _ = rollouts.refs(range(rollouts.num_sequences)).fetch()
+        return [RewardResult(float(of_sample[0])) for of_sample in ids]
 
     monkeypatch.setattr(parts.rewards, "score", reward)
     prompts = tuple(Prompt(2 * i, (i + 1,), "p", "ab"[i % 2], None) for i in range(7))

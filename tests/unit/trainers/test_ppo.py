@@ -26,6 +26,7 @@ from megatron_rl.workers.rank_batch import RankBatch
 from megatron_rl.workers.token_work import token_rewards
 from tests.helpers.batch_rank import start_models
 from tests.helpers.config import faults, load, make_model
+from tests.helpers.rollouts import rollouts_of
 
 EOS, PAD = 1, 1
 PPO = ("algorithm.name=ppo", "critic.enable=true", "algorithm.adv_estimator=gae", "rollout.n=1")
@@ -45,7 +46,7 @@ def parts_of(folder: Path, *overrides: str) -> tuple[Parts, PpoBatch, list[Rewar
     ]
     parts = Parts(load(folder, *PPO, "data.train_batch_size=5", *overrides))
     start_models(parts.models)
-    return parts, assemble(parts.models, groups), [RewardResult(float(i + 1)) for i in range(len(groups))]
+    return parts, assemble(parts.models, rollouts_of(groups)), [RewardResult(float(i + 1)) for i in range(len(groups))]
 
 
 def column(parts: Parts, batch: Batch, name: Column) -> torch.Tensor:
