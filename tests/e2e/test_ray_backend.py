@@ -17,14 +17,18 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
+from ray._private import internal_api
 
 from megatron_rl.cluster import ray_runtime, ray_wait, stop
 from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.environment import free_port
+from megatron_rl.cluster.handles import hand_over
 from megatron_rl.cluster.ray_backend import RayBackend
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError, DataError
+from megatron_rl.types import Handle
 
 ROOT = Path(__file__).parents[2]
 GRID = RankGrid.flat(2)
@@ -69,6 +73,17 @@ class Worker:
         if self.rank == rank:
             os._exit(3)
         time.sleep(60)
+
+    def make(self, number: int) -> Handle[np.ndarray]:
+        return hand_over(np.full(1_000_000, 10.0 * number + self.rank))
+
+    def first_of(self, handles: list[Handle[np.ndarray]]) -> list[float]:
+        arrays = [handle.fetch() for handle in handles]
+        assert not any(array.flags.writeable for array in arrays)
+        return [float(array[0]) for array in arrays]
+
+    def half(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor[: len(tensor) // 2] for name, tensor in tensors.items()}
 
 
 class Stranger:
@@ -155,6 +170,46 @@ def test_workers_get_torchruns_variables_and_the_controllers_folder(group):
     assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and environment["TORCHDYNAMO_DISABLE"] == "1"
     assert environment["cwd"] == os.getcwd()
+
+
+def store_bytes() -> int:
+    """Bytes in the object store of this node."""
+    reply = internal_api.get_memory_info_reply(internal_api.get_state_from_address(None))
+    return reply.store_stats.object_store_bytes_used
+
+
+def settles_below(limit: int) -> bool:
+    """Whether the object store comes to hold less than `limit` bytes; Ray frees once a second."""
+    deadline = time.monotonic() + 20.0
+    while store_bytes() >= limit and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return store_bytes() < limit
+
+
+def test_a_value_goes_from_rank_to_rank_by_handle_and_the_store_does_not_grow_over_steps(group):
+    size = 16_000_000
+    for step in range(4):
+        handles = group.all(Worker.make, step)
+        assert group.all(Worker.first_of, handles) == [[10.0 * step, 10.0 * step + 1]] * 2
+        assert float(handles[1].fetch()[-1]) == 10.0 * step + 1
+        assert store_bytes() >= size, "a step's own values are there until it ends"
+        assert settles_below(2 * size), f"values of earlier steps are still there in step {step}"
+    del handles
+    assert settles_below(size), "freed with the last handle"
+
+
+def test_tensors_of_any_type_go_and_come_back(group):
+    tensors = {
+        "half": torch.arange(100_000, dtype=torch.bfloat16),
+        "flags": torch.arange(100_000) % 3 == 0,
+        "ids": torch.arange(100_000),
+        "none": torch.zeros(0),
+        "strided": torch.arange(200_000.0).reshape(-1, 2).t().reshape(2, -1).t()[:, 0],
+    }
+    for found in group.all(Worker.half, tensors):
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(found[name], tensor[: len(tensor) // 2]) and found[name].dtype == tensor.dtype
 
 
 def test_a_workers_error_is_itself_and_says_its_rank(group):

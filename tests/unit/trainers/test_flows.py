@@ -12,7 +12,7 @@ from megatron_rl.config.algorithms import ALGORITHMS
 from megatron_rl.errors import FlowError
 from megatron_rl.flow import constant
 from megatron_rl.runs.trainer import Trainer
-from megatron_rl.types import RolloutGroup
+from megatron_rl.types import Rollouts
 from tests.helpers.config import load
 
 REPO = Path(__file__).resolve().parents[3]
@@ -74,11 +74,11 @@ def test_building_a_trainer_imports_no_ray_no_megatron_and_no_engine(tmp_path: P
 def test_edits_are_checked_against_what_the_metrics_read(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, "ppo")
     trainer.flow.replace("values", constant(0.0))
-    trainer.flow.insert_after("generate", lambda groups: groups)
+    trainer.flow.insert_after("generate", lambda rollouts: rollouts)
     before = trainer.flow.describe()
 
-    def other(groups: list[RolloutGroup], bonus: float) -> list[float]:
-        return [bonus for _ in groups]
+    def other(rollouts: Rollouts, bonus: float) -> list[float]:
+        return [bonus] * rollouts.num_sequences
 
     with pytest.raises(FlowError, match=r"node 'reward', value 'bonus': no node makes it"):
         trainer.flow.replace("reward", other)
