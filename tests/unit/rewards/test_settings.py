@@ -15,7 +15,7 @@ from megatron_rl.config.checks.reward import RewardPlan
 from megatron_rl.config.checks.reward_terms import LARGEST_SCORE, ConstantTerm, Reward, Term
 from megatron_rl.config.sections.reward import JudgeConfig, RewardConfig, RewardModelConfig
 from megatron_rl.errors import RewardError
-from megatron_rl.experience.scoring import require_scores
+from megatron_rl.experience.scoring import scores_of
 from megatron_rl.rewards.base import RewardResult, RewardSample, to_result, to_results
 from megatron_rl.rewards.compose import Results, score_by_source
 from megatron_rl.rewards.pool import RewardPool
@@ -151,7 +151,7 @@ def test_a_judges_score_that_is_not_finite_or_outside_is_a_failure(text: str):
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e13])
 def test_a_flows_own_reward_node_is_looked_at(value: float):
     with pytest.raises(RewardError, match=r"reward node gave .* to sequence 1 of the batch"):
-        require_scores([RewardResult(1.0), RewardResult(value)])
+        scores_of([RewardResult(1.0), RewardResult(value)], torch.zeros(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

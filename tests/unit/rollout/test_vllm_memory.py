@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.rollout.vllm_memory import Handle, MappedFrees
+from megatron_rl.rollout.vllm_memory import Allocation, MappedFrees
 
 
 class Device:
@@ -16,11 +16,11 @@ class Device:
         self.allocator: Any = SimpleNamespace(pointer_to_data={}, _python_free_callback=self._forget)
         self.frees = MappedFrees(self.allocator, self.map)
 
-    def map(self, handle: Handle) -> None:
+    def map(self, handle: Allocation) -> None:
         assert handle[2] not in self.mapped
         self.mapped.add(handle[2])
 
-    def unmap(self, handle: Handle) -> None:
+    def unmap(self, handle: Allocation) -> None:
         self.mapped.remove(handle[2])
 
     def malloc(self, address: int) -> None:
@@ -28,7 +28,7 @@ class Device:
         self.allocator.pointer_to_data[address] = SimpleNamespace(handle=handle, is_asleep=False)
         self.map(handle)
 
-    def _forget(self, address: int) -> Handle:
+    def _forget(self, address: int) -> Allocation:
         return self.allocator.pointer_to_data.pop(address).handle
 
     def sleep(self) -> None:
