@@ -45,7 +45,7 @@ def generate_differing(
         return rollouts, rewards.score(rollouts)
 
     def differs(rollouts: Rollouts, results: Sequence[RewardResult]) -> list[bool]:
-        penalties = length_penalties(cfg, torch.from_numpy(rollouts.lens))
+        penalties = length_penalties(cfg, torch.tensor(rollouts.lens))
         return differing(filters.metric, results, penalties, cfg.rollout.n)
 
     return sample_differing(prompts, more, score, differs, max_batches=filters.max_num_gen_batches)

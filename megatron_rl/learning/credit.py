@@ -12,8 +12,7 @@ from megatron_rl.config.run import RunConfig, TrainingConfig
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.learning.batch import Batch
 from megatron_rl.learning.kl_control import KlControl
-from megatron_rl.learning.models import Made, Models
-from megatron_rl.learning.passes import LossColumns
+from megatron_rl.learning.passes import LossColumns, Made, Models
 from megatron_rl.types import Column
 from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.token_work import CreditReport, MiniBatches, SequenceFacts

@@ -20,7 +20,7 @@ from megatron_rl.flow import Flow, Node, absent, node
 from megatron_rl.flow.node import Absent
 from megatron_rl.learning import credit, passes
 from megatron_rl.learning.batch import Batch
-from megatron_rl.learning.models import Assembled, Made, Models, load_rollouts
+from megatron_rl.learning.passes import Assembled, Made, Models, load_rollouts
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.types import Prompt, Rollouts

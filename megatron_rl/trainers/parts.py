@@ -17,7 +17,7 @@ from megatron_rl.experience.scoring import RunRewards
 from megatron_rl.learning.kl_control import KlControl
 from megatron_rl.learning.loss_average import LossAverage
 from megatron_rl.learning.mismatch import MismatchGuard
-from megatron_rl.learning.models import Models
+from megatron_rl.learning.passes import Models
 
 
 class Sourced(Protocol):

@@ -13,7 +13,7 @@ from megatron_rl.data.sft import SftSample
 from megatron_rl.flow import Flow, node
 from megatron_rl.learning.batch import Batch, plan_roles
 from megatron_rl.learning.loss_average import LossAverage
-from megatron_rl.learning.models import Assembled, Models
+from megatron_rl.learning.passes import Assembled, Models
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.types import Column
 from megatron_rl.workers.batch import BatchWorker

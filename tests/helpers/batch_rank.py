@@ -11,7 +11,7 @@ from megatron_rl.cluster.worker_group import start_group
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.learning.batch import Batch
-from megatron_rl.learning.models import Models, load_rollouts
+from megatron_rl.learning.passes import Models, load_rollouts
 from megatron_rl.types import RolloutGroup
 from megatron_rl.workers.batch import BatchWorker
 from tests.helpers.rollouts import rollouts_of

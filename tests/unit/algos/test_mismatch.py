@@ -16,7 +16,7 @@ from megatron_rl.flow import Node
 from megatron_rl.flow.run import PartialRun
 from megatron_rl.learning import passes
 from megatron_rl.learning.mismatch import MismatchGuard
-from megatron_rl.learning.models import Models
+from megatron_rl.learning.passes import Models
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.runs.trainer import StepUnderWay, Trainer
 from tests.helpers.config import load, only_fault

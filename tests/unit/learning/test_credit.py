@@ -14,7 +14,7 @@ from megatron_rl.experience.scoring import length_penalties
 from megatron_rl.learning.batch import Batch, OnRanks
 from megatron_rl.learning.credit import assign_credit, loss_columns, returns_of
 from megatron_rl.learning.kl_control import KlControl
-from megatron_rl.learning.models import Made, Models
+from megatron_rl.learning.passes import Made, Models
 from megatron_rl.types import Column, Prompt, Rollout, RolloutGroup
 from megatron_rl.workers.token_work import CreditReport
 from tests.helpers.batch_rank import loaded

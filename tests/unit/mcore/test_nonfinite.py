@@ -14,9 +14,8 @@ from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.data.batching import BatchPlan
 from megatron_rl.errors import CheckpointError, NonFiniteError
 from megatron_rl.learning.batch import Batch
-from megatron_rl.learning.models import Models
 from megatron_rl.learning.nonfinite import NonFiniteGuard
-from megatron_rl.learning.passes import look_at_columns
+from megatron_rl.learning.passes import Models, look_at_columns
 from megatron_rl.runs.metrics import update_metrics
 from megatron_rl.types import BadMicroBatch, Column, Metric, Prompt, Rollout, RolloutGroup, StepReport
 from megatron_rl.weights.safetensors import refuse_nonfinite
