@@ -20,16 +20,16 @@ SMOOTH = 0.9
 
 
 def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str | None = None) -> None:
-    """Draw reward, loss and accuracy over steps, as far as the run has them, one panel each.
+    """Draw reward, loss and accuracy over steps, one panel for each that the run has.
 
-    Training curves show each step faintly and a running mean (0.9) strongly; the reward's band is one
-    standard deviation of the step's samples. Raises DataError where the file has none of these metrics.
+    Training curves show each step faintly and a running mean (0.9) strongly; the band around the reward is one
+    standard deviation of the step's samples. Raises DataError if the file has none of these metrics.
     """
     rows = read_metrics(metrics_path)
     panels = [panel for panel in PANELS if _rows_with(rows, panel[0])]
     if not panels:
         names = ", ".join(name for name, _, _ in PANELS)
-        raise DataError(f"{metrics_path}: none of {names} is in it -- nothing to draw -- run at least one step")
+        raise DataError(f"{metrics_path}: has none of {names} -- nothing to draw -- run at least one step")
     try:
         import matplotlib
     except ImportError as error:
@@ -85,7 +85,7 @@ def _rows_with(rows: Sequence[dict[str, float]], name: str) -> list[dict[str, fl
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Exponential running mean without the pull of its start."""
+    """Exponential running mean with bias correction at the start."""
     smoothed: list[float] = []
     total = weight = 0.0
     for value in values:

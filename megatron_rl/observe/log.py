@@ -1,4 +1,4 @@
-"""Logging of every process: stdlib loggers, one line a record, `[role rank step]` in front."""
+"""Logging of every process: stdlib loggers, one line for each record, with `[role rank step]` in front."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOUD = (
     "PIL",
     "fsspec",
 )
-"""Third-party loggers that are heard from WARNING on."""
+"""Third-party loggers whose records below WARNING are dropped."""
 
 NOISE = (
     "Transformer Engine and Apex are not installed",
@@ -31,13 +31,13 @@ NOISE = (
     "`torch.distributed.",
     "You are using a Python version",
 )
-"""How warnings begin that Megatron and torch give about themselves."""
+"""First words of the warnings that quiet_libraries drops."""
 
 _step: int | None = None
 
 
 def setup_logging(role: str, rank: int = 0, level: int = logging.INFO) -> None:
-    """Send this process's log records to stderr. Called again, it replaces what it set up before.
+    """Send this process's log records to stderr. A second call replaces the first one's handler.
 
     Example line: 12:03:44 [policy 1 17] WARNING mcore.step: 3 sequences were dropped
     """
@@ -53,19 +53,19 @@ def setup_logging(role: str, rank: int = 0, level: int = logging.INFO) -> None:
 
 
 def quiet_libraries() -> None:
-    """Drop warnings of megatron and torch about themselves; those of the run are not among them."""
+    """Drop the warnings of Megatron and torch that do not concern the run (NOISE)."""
     for start in NOISE:
         warnings.filterwarnings("ignore", message=re.escape(start))
 
 
 def set_step(step: int | None) -> None:
-    """The step that records of this process carry from now on; None shows as `-`."""
+    """Set the step in later records of this process; None is shown as `-`."""
     global _step
     _step = step
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Looks sys.stderr up for each record, so that lines pass above a progress bar, which stands in for it."""
+    """Reads sys.stderr anew for each record, because a progress bar replaces it to print lines above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

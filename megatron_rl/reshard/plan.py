@@ -1,7 +1,7 @@
-"""Which rectangle of which HF tensor goes from which process to which: the plan of one weight sync. Pure, no tensors.
+"""The plan of one weight sync: which rectangle of which HF tensor goes from which process to which. Pure, no tensors.
 
-Both sides are described in Hugging Face coordinates (models/rules.py, models/engine.py), so that a plan needs to
-know nothing about how either fuses or splits its parameters. docs/resharding.md has a worked example.
+Both sides are described in Hugging Face coordinates (models/rules.py, models/engine.py), so a plan does not depend on
+how either side fuses or splits its parameters. docs/resharding.md has a worked example.
 
     trainers = [Shard(0, (...)), Shard(1, (...))]      # what each process holds
     engines = [Shard(0, (...)), Shard(1, (...))]       # what its engine needs; same number, same process
@@ -11,7 +11,7 @@ know nothing about how either fuses or splits its parameters. docs/resharding.md
         sources, targets = places(trainers[0].params, move), places(engines[0].params, move)
 
 A plan that make_plan returns is proved (reshard/solve.py): each byte of each engine parameter is written exactly once,
-from a process that holds it at that time, and no process receives a byte that it holds.
+from a process that has it at that time, and no process receives a byte that it has already.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NodeOf = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one process holds of one side. Trainer parameters of chunk c are named f"chunk{c}.{megatron name}"."""
+    """The parameters of one process on one side; those of trainer chunk c are named f"chunk{c}.{megatron name}"."""
 
     rank: int
     params: tuple[LocalParam, ...]
@@ -45,8 +45,8 @@ class Move(NamedTuple):
     rows, cols: half-open, in HF coordinates; cols is None for a 1-D tensor.
     source, target: process numbers common to both sides (colocated: trainer rank r and engine rank r are one
     process; disaggregated: engine processes are numbered after the trainer's).
-    wave: in wave 0 the source reads its trainer parameter. In a later wave the source is an engine process that got the
-    whole rectangle in earlier waves (maybe by several moves) and reads it from its engine parameter.
+    wave: in wave 0 the source reads its trainer parameter. In a later wave the source is an engine process that
+    received the whole rectangle in earlier waves (maybe in several moves) and reads it from its engine parameter.
     """
 
     hf_name: str
@@ -65,10 +65,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where (a part of) a rectangle lies inside one local parameter seen as 2-D: [rows, columns].
+    """Where a rectangle, or a piece of it, lies inside one local parameter viewed as 2-D: [rows, columns].
 
-    rows, cols: in the local parameter; a 3-D stack [E, r, c] is seen as [E * r, c]; cols is None for 1-D ones.
-    at_rows, at_cols: the same part inside the rectangle, counted from its upper left corner.
+    rows, cols: in the local parameter; a 3-D stack [E, r, c] is viewed as [E * r, c]; cols is None for 1-D ones.
+    at_rows, at_cols: the same piece inside the rectangle, counted from its upper left corner.
     """
 
     param: str
@@ -91,7 +91,7 @@ class BlockIndex:
 
     def places(self, move: Move) -> list[Place]:
         """See the function places."""
-        found: list[Place] = []
+        pieces: list[Place] = []
         for name, top, block in self._of.get(move.hf_name, ()):
             first, last = max(block.rows[0], move.rows[0]), min(block.rows[1], move.rows[1])
             if first >= last:
@@ -99,13 +99,13 @@ class BlockIndex:
             rows = slice(top + first - block.rows[0], top + last - block.rows[0])
             at_rows = slice(first - move.rows[0], last - move.rows[0])
             if move.cols is None or block.cols is None:
-                found.append(Place(name, rows, None, at_rows, None))
+                pieces.append(Place(name, rows, None, at_rows, None))
                 continue
             left, right = max(block.cols[0], move.cols[0]), min(block.cols[1], move.cols[1])
             if left < right:
                 cols = slice(left - block.cols[0], right - block.cols[0])
-                found.append(Place(name, rows, cols, at_rows, slice(left - move.cols[0], right - move.cols[0])))
-        return found
+                pieces.append(Place(name, rows, cols, at_rows, slice(left - move.cols[0], right - move.cols[0])))
+        return pieces
 
 
 def places(params: Iterable[LocalParam], move: Move) -> list[Place]:
@@ -113,7 +113,7 @@ def places(params: Iterable[LocalParam], move: Move) -> list[Place]:
 
     A rectangle may lie in several pieces (Megatron's QKV keeps KV groups together), and more than once (a tied or
     replicated tensor): a target writes all places; a source may read all, the later ones hold the same values.
-    Many moves: BlockIndex(params).places(move).
+    For many moves, use BlockIndex(params).places(move).
     """
     return BlockIndex(params).places(move)
 
@@ -122,9 +122,9 @@ def places(params: Iterable[LocalParam], move: Move) -> list[Place]:
 class RankBytes:
     """Bytes of one process in one sync.
 
-    local: copied within the process. moved: received from others. sent: to others. minimum: the least that must be
-    received, which is what the engine needs and the trainer's shard on the same process lacks. full_gather: received
-    when every process builds the whole model. needed: the engine's parameters. held: the trainer's.
+    local: copied within the process. moved: received from others. sent: sent to others. minimum: the fewest bytes that
+    must be received: what the engine needs and the trainer shard on the same process lacks. full_gather: received if
+    every process builds the whole model. needed: the engine's parameters. held: the trainer's.
     """
 
     local: int
@@ -138,7 +138,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One process's part of a plan. Moves of a pair of processes come in the same order on both ends."""
+    """The moves of one process. Moves between two processes have the same order on both."""
 
     rank: int
     local: tuple[Move, ...]
@@ -150,8 +150,8 @@ class RankPlan:
 class Plan:
     """Every move of a sync.
 
-    digest: SHA-256 of what the plan was made from; equal digests mean equal plans. solved: the moves by bundle of
-    tensors. order: HF name -> its place in the order of moves. loads: elements by process.
+    digest: SHA-256 of the inputs of the plan; equal digests mean equal plans. solved: the moves by bundle of tensors.
+    order: HF name -> its position in the order of moves. loads: elements by process.
     """
 
     digest: str
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def num_waves(self) -> int:
-        """Waves, one after another: 1 unless engines forward."""
+        """Number of waves, which run one after another: 1 unless engines forward."""
         return 1 + max((step[3] for one in self.solved for step in one.moves), default=0)
 
     @cached_property
@@ -174,7 +174,7 @@ class Plan:
         return {}
 
     def _expanded(self, rank: int | None) -> tuple[Move, ...]:
-        """The moves that `rank` takes part in; of all processes for None."""
+        """The moves that process `rank` sends or receives; all moves for None."""
         moves = [
             Move(name, (r0, r1), None if one.bundle.flat else (c0, c1), source, target, wave)
             for one in self.solved
@@ -187,9 +187,9 @@ class Plan:
         return tuple(moves)
 
     def of_rank(self, rank: int) -> RankPlan:
-        """The part of process `rank`; empty lists for one that only watches. Raises ReshardError for an unknown one."""
+        """The moves of process `rank`; maybe none. Raises ReshardError for a process that is not in the plan."""
         if rank not in self.loads.ranks:
-            raise ReshardError(f"process {rank} is no part of this plan; its processes: {list(self.loads.ranks)}")
+            raise ReshardError(f"process {rank} is not in this plan; its processes: {list(self.loads.ranks)}")
         if rank not in self._of_rank:
             mine = self._expanded(rank)
             self._of_rank[rank] = RankPlan(
@@ -201,7 +201,7 @@ class Plan:
         return self._of_rank[rank]
 
     def bytes_of(self, rank: int, itemsize: int) -> RankBytes:
-        """Byte counts of process `rank`. itemsize: bytes of one element as it travels (the engine's dtype)."""
+        """Byte counts of process `rank`. itemsize: bytes of one element in transfer (the engine's dtype)."""
         loads = self.loads
         return RankBytes(
             local=loads.local.get(rank, 0) * itemsize,
@@ -226,15 +226,15 @@ def make_plan(
     gpu_of: NodeOf | None = None,
     dtypes: tuple[str, str] = ("", ""),
 ) -> Plan:
-    """The least moves that give every engine its parameters, proved; the last few plans are kept by their digest.
+    """The fewest bytes that give every engine its parameters, as proved moves; the last plans are cached by digest.
 
-    node_of, gpu_of: process -> node and GPU (one node, a GPU each, when not given). Sources are chosen among replicas:
-    the same process, then the same GPU, then the same node, then the least loaded. Across nodes, and from trainers
-    that are not engine processes too, a rectangle travels once and the engines that share it forward it.
+    node_of, gpu_of: process -> node and GPU (if not given: one node, a GPU for each process). Sources are chosen among
+    replicas: the same process, then the same GPU, then the same node, then the least loaded. Across nodes, and from
+    trainers that are not engine processes, a rectangle is sent once and the engines that need it forward it.
     dtypes: (trainer's, engine's), part of the digest.
 
-    Raises ReshardError, naming tensor and interval, where the trainers lack a byte that an engine needs, no engine
-    takes what is trained, a parameter's blocks do not fit its shape, or the two sides' tensors differ in size.
+    Raises ReshardError, naming tensor and interval, if trainers lack a byte that an engine needs, if no engine needs a
+    trained byte, if the blocks of a parameter do not fit its shape, or if a tensor's size differs between the sides.
     """
     placement = _placement(trainers, engines, node_of, gpu_of)
     digest = digest_of(trainers, engines, placement, dtypes)
@@ -256,7 +256,7 @@ def _placement(
     for side, shards in (("trainer", trainers), ("engine", engines)):
         ranks = [shard.rank for shard in shards]
         if not ranks or len(set(ranks)) != len(ranks):
-            raise ReshardError(f"the {side} processes {ranks} must be some, and each only once")
+            raise ReshardError(f"the {side} processes {ranks}: there must be at least one, each listed once")
     held, needed = {shard.rank for shard in trainers}, {shard.rank for shard in engines}
     ranks = sorted(held | needed)
     nodes = {rank: 0 if node_of is None else node_of(rank) for rank in ranks}
@@ -267,7 +267,7 @@ def _placement(
 def digest_of(
     trainers: Sequence[Shard], engines: Sequence[Shard], placement: Placement, dtypes: tuple[str, str]
 ) -> str:
-    """SHA-256 over processes, their places, parameter names, shapes, blocks and dtypes: the same on every machine."""
+    """SHA-256 over processes, nodes, GPUs, parameter names, shapes, blocks and dtypes: the same on every machine."""
     mark = hashlib.sha256()
     mark.update(repr((dtypes, sorted(placement.nodes.items()), sorted(placement.gpus.items()))).encode())
     known: dict[int, bytes] = {}  # replicas share their tuple of parameters
@@ -288,9 +288,9 @@ def _text(param: LocalParam) -> str:
 
 
 def bundles_of(trainers: Sequence[Shard], engines: Sequence[Shard]) -> tuple[list[Bundle], dict[str, int]]:
-    """Tensors with the same rectangles on the same processes, as bundles; and each tensor's place in the order.
+    """Tensors with the same rectangles on the same processes, as bundles; and each tensor's position in the order.
 
-    Raises ReshardError where a parameter's blocks do not fit its shape, or a tensor is on one side only.
+    Raises ReshardError if the blocks of a parameter do not fit its shape, or if a tensor is on one side only.
     """
     held, needed = _Side(trainers), _Side(engines)
     _same_tensors(held, needed)
@@ -309,7 +309,7 @@ def bundles_of(trainers: Sequence[Shard], engines: Sequence[Shard]) -> tuple[lis
 
 
 class _Side:
-    """The shards of one side by rank, grouped by those that share their tuple of parameters, as replicas do.
+    """The shards of one side by rank. Shards that share their tuple of parameters, as replicas do, are one group.
 
     rects: HF name -> (group, its rectangles of the tensor) of each group that has any.
     """
@@ -329,26 +329,26 @@ class _Side:
 
     def owners(self, name: str) -> dict[tuple[Rect, ...], tuple[int, ...]]:
         """Rectangles of a tensor -> the processes that have exactly these."""
-        found: dict[tuple[Rect, ...], list[int]] = {}
+        ranks_of: dict[tuple[Rect, ...], list[int]] = {}
         for group, rects in self.rects[name]:
-            found.setdefault(rects, []).extend(self._ranks[group])
-        return {rects: tuple(sorted(ranks)) for rects, ranks in found.items()}
+            ranks_of.setdefault(rects, []).extend(self._ranks[group])
+        return {rects: tuple(sorted(ranks)) for rects, ranks in ranks_of.items()}
 
 
 def _rects_of(shard: Shard) -> dict[str, tuple[Rect, ...]]:
-    found: dict[str, list[Rect]] = {}
+    rects_of: dict[str, list[Rect]] = {}
     for param in shard.params:
         _check_blocks(shard.rank, param)
         for block in param.blocks:
             first, last = block.rows
             if first < last:
                 left, right = (0, 1) if block.cols is None else block.cols
-                found.setdefault(block.hf_name, []).append((first, last, left, right))
-    return {name: merge_rects(rects) for name, rects in found.items()}
+                rects_of.setdefault(block.hf_name, []).append((first, last, left, right))
+    return {name: merge_rects(rects) for name, rects in rects_of.items()}
 
 
 def _check_blocks(rank: int, param: LocalParam) -> None:
-    """The blocks' rows fill at most the parameter's, and each block is as wide as it."""
+    """Refuse blocks that have more rows than their parameter, or another width."""
     flat = len(param.shape) == 1
     rows = sum(block.num_rows for block in param.blocks)
     width = param.shape[-1]
@@ -360,20 +360,20 @@ def _check_blocks(rank: int, param: LocalParam) -> None:
         if block.num_rows < 0 or wide != (None if flat else width):
             raise ReshardError(
                 f"process {rank}: {param.name} {list(param.shape)} cannot hold rows {block.rows} cols {block.cols} of "
-                f"{block.hf_name}: the shapes disagree"
+                f"{block.hf_name}: the shapes differ"
             )
     if rows > room:
         raise ReshardError(
-            f"process {rank}: {param.name} {list(param.shape)} has {room} rows, its blocks "
+            f"process {rank}: {param.name} {list(param.shape)} has {room} rows, but its blocks "
             f"{[block.hf_name for block in param.blocks]} have {rows}"
         )
 
 
 def _same_tensors(held: _Side, needed: _Side) -> None:
-    lacking = [name for name in needed.rects if name not in held.rects]
+    missing = [name for name in needed.rects if name not in held.rects]
     surplus = [name for name in held.rects if name not in needed.rects]
-    faults = [f"{name} is needed by engines and held by no trainer" for name in lacking]
-    faults += [f"{name} is trained and taken by no engine" for name in surplus]
+    faults = [f"{name} is needed by engine ranks, but on no trainer rank" for name in missing]
+    faults += [f"{name} is on trainer ranks, but on no engine rank" for name in surplus]
     if faults:
         more = "" if len(faults) <= 20 else f"; and {len(faults) - 20} more"
         raise ReshardError("; ".join(faults[:20]) + more)

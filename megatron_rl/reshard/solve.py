@@ -1,5 +1,5 @@
-"""The choice of moves for one bundle of tensors, and its proof. Pure integers over rectangles; used by the exact plan
-(reshard/plan.py) and by the accounting at scale (reshard/planning/cost.py) alike.
+"""Choose the moves of one bundle of tensors, and prove them. Pure integers over rectangles; used by the exact plan
+(reshard/plan.py) and by the estimate for any size (reshard/planning/cost.py).
 
 A rectangle is (first row, end row, first column, end column) of an HF tensor; 1-D tensors have one column.
 """
@@ -18,7 +18,7 @@ Owners = tuple[tuple[tuple[Rect, ...], tuple[int, ...]], ...]
 Step = tuple[Rect, int, int, int]
 """(rectangle, source, target, wave)"""
 VARIANTS = 8
-"""Tensors of a bundle that engines forward are dealt to this many choices of sources, so that the load spreads."""
+"""A bundle that engines forward gets up to this many choices of sources, to spread the load."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Bundle:
-    """`count` tensors that lie the same way on the same processes of both sides.
+    """`count` tensors that are sharded identically over the same ranks on both sides.
 
-    names: theirs (one stands for all in accounting). held, needed: rectangles -> the trainer and engine processes that
-    have exactly these. flat: the tensors are 1-D.
+    names: of the tensors (in an estimate one name stands for all). held, needed: rectangles -> the trainer ranks that
+    have, and the engine ranks that need, exactly these. flat: the tensors are 1-D.
     """
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class Bundle:
 
     @property
     def key(self) -> tuple[bool, Owners, Owners]:
-        """Equal for bundles that could be one, whatever the order in which they were made."""
+        """Equal for bundles that can be merged, in whatever order they were built."""
         return (self.flat, tuple(sorted(self.held.items())), tuple(sorted(self.needed.items())))
 
 
@@ -63,9 +63,9 @@ class Solved:
 
 @dataclass
 class Loads:
-    """Elements by process, summed over the plan so far: the choice of sources reads it, the report shows it.
+    """Elements by process, summed over the plan so far. The choice of sources reads them and the report shows them.
 
-    far_sent, far_moved: the part of sent and moved that crosses nodes. total: elements of the whole model.
+    far_sent, far_moved: the share of sent and moved that crosses nodes. total: elements of the whole model.
     """
 
     placement: Placement
@@ -113,18 +113,18 @@ def shared(some: Sequence[Rect], others: Sequence[Rect]) -> int:
 
 
 def inside(rect: Rect, rects: Sequence[Rect]) -> bool:
-    """Whether rectangles without overlap cover all of one."""
+    """Whether rectangles without overlap cover a whole rectangle."""
     return rect in rects or shared((rect,), rects) == area(rect)
 
 
 def covered(cell: Rect, rects: Sequence[Rect]) -> bool:
-    """Whether one of the rectangles holds the cell; the cell must lie wholly inside or outside each."""
+    """Whether one of the rectangles contains the cell; the cell must lie wholly inside or outside each."""
     top, left = cell[0], cell[2]
     return any(rect[0] <= top < rect[1] and rect[2] <= left < rect[3] for rect in rects)
 
 
 def merge_rects(rects: Iterable[Rect]) -> tuple[Rect, ...]:
-    """The same area in as few rectangles as touching rows, then touching columns, give; doubled ones count once."""
+    """The same area in fewer rectangles: those that touch by rows, then by columns, are joined, duplicates dropped."""
     unique = sorted(set(rects))
     if len(unique) == 1:
         return tuple(unique)
@@ -140,18 +140,18 @@ def merge_rects(rects: Iterable[Rect]) -> tuple[Rect, ...]:
 def _joined(rects: Sequence[Rect], axes: tuple[int, int, int, int]) -> list[Rect]:
     """Join rectangles that agree on the first two of axes and touch or overlap on the last two."""
     fixed0, fixed1, start, end = axes
-    found: list[list[int]] = []
+    joined: list[list[int]] = []
     for rect in sorted(rects, key=lambda one: (one[fixed0], one[fixed1], one[start])):
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last and last[fixed0] == rect[fixed0] and last[fixed1] == rect[fixed1] and rect[start] <= last[end]:
             last[end] = max(last[end], rect[end])
         else:
-            found.append(list(rect))
-    return [(one[0], one[1], one[2], one[3]) for one in found]
+            joined.append(list(rect))
+    return [(rect[0], rect[1], rect[2], rect[3]) for rect in joined]
 
 
 def _cut_apart(rects: Sequence[Rect]) -> tuple[Rect, ...]:
-    """Overlapping rectangles of unlike sides, as the cells of their common grid, joined again by rows."""
+    """Overlapping rectangles as the cells of their common grid, joined again by rows."""
     cells = [cell for cell in _cells(rects) if covered(cell, rects)]
     return tuple(sorted(_joined(cells, (2, 3, 0, 1))))
 
@@ -167,10 +167,10 @@ def _cells(rects: Iterable[Rect]) -> Iterator[Rect]:
 
 
 def solve(bundles: Iterable[Bundle], loads: Loads) -> Iterator[Solved]:
-    """The moves of each bundle, largest bundles first, proved; loads grows with them. The same on every process,
-    whatever the order in which bundles and their owners come.
+    """Yield the proved moves of each bundle, largest bundles first, and add them to loads. Every process computes the
+    same moves, in whatever order the bundles and their owners are given.
 
-    Raises ReshardError naming the tensor and the rows and columns where the two sides do not fit together.
+    Raises ReshardError naming the tensor, rows and columns if the two sides do not match.
     """
     ordered = (replace(one, held=dict(one.key[1]), needed=dict(one.key[2])) for one in bundles)
     sized = [(sum(area(rect) for rect in _extent(bundle)) * bundle.count, bundle) for bundle in ordered]
@@ -187,14 +187,15 @@ def solve(bundles: Iterable[Bundle], loads: Loads) -> Iterator[Solved]:
 
 
 def _extent(bundle: Bundle) -> tuple[Rect, ...]:
-    """Everything that the trainers hold, as rectangles without overlap. Raises ReshardError where engines differ."""
+    """All that the trainers hold, as rectangles without overlap. Raises ReshardError if engines need more or less."""
     held = merge_rects(rect for rects in bundle.held for rect in rects)
     needed = merge_rects(rect for rects in bundle.needed for rect in rects)
     if held != needed:
         for cell in _cells((*held, *needed)):
             in_held = covered(cell, held)
             if in_held != covered(cell, needed):
-                what = "trained and taken by no engine" if in_held else "needed by engines and held by no trainer"
+                trained = "on trainer ranks, but on no engine rank"
+                what = trained if in_held else "needed by engine ranks, but on no trainer rank"
                 raise ReshardError(
                     f"{bundle.names[0]} {_shown(cell, bundle)} is {what}; the two sides' shapes disagree"
                 )
@@ -239,7 +240,7 @@ def _send(source: int, target: int, weight: int, loads: Loads) -> None:
 
 
 def _near(holders: Iterable[int], target: int, loads: Loads) -> int:
-    """The holder in the target's node on its GPU, or else the one that has sent least."""
+    """The holder on the target's GPU, or else the one that has sent least."""
     gpus, sent = loads.placement.gpus, loads.sent
     return min(holders, key=lambda rank: (gpus[rank] != gpus[target], sent[rank], rank))
 
@@ -247,9 +248,9 @@ def _near(holders: Iterable[int], target: int, loads: Loads) -> int:
 def _direct(
     missing: Mapping[int, Sequence[int]], holders: Sequence[int], weight: int, loads: Loads
 ) -> Iterator[tuple[int, int, int]]:
-    """Colocated: within a node from any holder there; into other nodes once, forwarded there.
+    """Colocated: within a node, any holder there sends. Another node gets the cell once and forwards it inside.
 
-    All processes are trainers and engines, so direct sends load all alike; forwarding saves traffic between nodes.
+    All processes are trainers and engines, so direct sends spread the load; forwarding saves traffic between nodes.
     """
     nodes = loads.placement.nodes
     by_node: dict[int, list[int]] = {}
@@ -275,7 +276,7 @@ def _direct(
 
 
 def _enter(source: int, targets: Sequence[int], wave: int, weight: int, loads: Loads) -> Iterator[tuple[int, int, int]]:
-    """Into a node once, to the target that has forwarded least; it hands on to the others in the next wave."""
+    """Send into a node once, to the target that has forwarded least; it forwards to the others in the next wave."""
     entry = targets[0] if len(targets) == 1 else min(targets, key=lambda rank: (loads.sent[rank], rank))
     _send(source, entry, weight, loads)
     yield source, entry, wave
@@ -288,17 +289,17 @@ def _enter(source: int, targets: Sequence[int], wave: int, weight: int, loads: L
 def _fanned_out(
     missing: Mapping[int, Sequence[int]], holders: Sequence[int], weight: int, loads: Loads
 ) -> Iterator[tuple[int, int, int]]:
-    """Disaggregated: each trainer process sends a byte at most once; the engines that need it share it among them.
+    """Disaggregated: each trainer process sends a byte at most once; the engines that need it forward it.
 
-    Nodes that trainers reach (their own first) get it in wave 0, the other nodes from those in wave 1. Every tensor has
-    an entry of its own, so this is a scatter followed by an all-gather: each engine process sends and receives about
-    what it needs, whatever the number of replicas.
+    In wave 0 the trainers send to as many nodes as there are holders, their own nodes first; these nodes send to the
+    others in wave 1. Tensors enter at different engines, so this is a scatter followed by an all-gather: each engine
+    process sends and receives about what it needs, for any number of replicas.
     """
     nodes = loads.placement.nodes
     free = set(holders)
     entries: dict[int, int] = {}
     if len(free) >= sum(map(len, missing.values())):
-        # As many trainers as engines: nothing to forward.
+        # A trainer for every engine process: nothing to forward.
         for node, targets in missing.items():
             for target in targets:
                 source = _near([rank for rank in free if nodes[rank] == node] or free, target, loads)
@@ -324,7 +325,7 @@ def _fanned_out(
 
 
 def _join_moves(steps: Iterable[Step]) -> list[Step]:
-    """Moves of one link and wave whose rectangles touch become one."""
+    """Join moves of one source, target and wave whose rectangles touch."""
     groups: dict[tuple[int, int, int], list[Rect]] = {}
     for rect, source, target, wave in steps:
         groups.setdefault((source, target, wave), []).append(rect)
@@ -336,11 +337,11 @@ def _join_moves(steps: Iterable[Step]) -> list[Step]:
 
 
 def prove(bundle: Bundle, moves: Sequence[Step]) -> None:
-    """Check the moves against the bundle alone, knowing nothing of how they were chosen.
+    """Check the moves against the bundle alone, independently of how they were chosen.
 
-    Each needed byte is written exactly once on each engine process, nothing else is; each source holds what it
-    sends, as a trainer in wave 0 and through earlier waves later; no process receives what it holds (which is the
-    set-difference minimum). Raises ReshardError naming tensor, process, rows and columns.
+    Each needed byte is written exactly once on each engine process, and nothing else is written. Each source has what
+    it sends: from its trainer shard in wave 0, from earlier waves later. No process receives what it has already,
+    so the bytes received are the minimum. Raises ReshardError naming tensor, process, rows and columns.
     """
     name = bundle.names[0]
     held = {rank: rects for rects, ranks in bundle.held.items() for rank in ranks}
@@ -358,15 +359,15 @@ def prove(bundle: Bundle, moves: Sequence[Step]) -> None:
             received = sum(area(step[0]) for step in got if step[1] != rank)
             least = size - shared(rects, mine) if mine else size
             if received != least:
-                raise ReshardError(f"{name}: process {rank} receives {received} elements, {least} would do")
+                raise ReshardError(f"{name}: process {rank} receives {received} elements, the minimum is {least}")
     strangers = sorted(into.keys() - needers)
     if strangers:
-        raise ReshardError(f"{name}: processes {strangers} receive it and do not need it")
+        raise ReshardError(f"{name}: processes {strangers} receive it but do not need it")
     for rect, source, target, wave in moves:
         earlier = held.get(source, ()) if wave == 0 else [step[0] for step in into.get(source, ()) if step[3] < wave]
         if not inside(rect, earlier):
             raise ReshardError(
-                f"{name} {_shown(rect, bundle)}: process {source} sends it to {target} in wave {wave} without having it"
+                f"{name} {_shown(rect, bundle)}: process {source} sends it to {target} in wave {wave} before it has it"
             )
 
 
@@ -376,23 +377,23 @@ def _prove_target(bundle: Bundle, rank: int, rects: Sequence[Rect], got: Sequenc
         rect = step[0]
         written += area(rect)
         if not inside(rect, rects):
-            raise ReshardError(f"{name} {_shown(rect, bundle)}: process {rank} receives it and does not need it")
+            raise ReshardError(f"{name} {_shown(rect, bundle)}: process {rank} receives it but does not need it")
         for other in got[place + 1 :]:
             if common(rect, other[0]):
                 raise ReshardError(
-                    f"{name} {_shown(rect, bundle)} and {_shown(other[0], bundle)} of process {rank} are written doubly"
+                    f"{name} {_shown(rect, bundle)} and {_shown(other[0], bundle)} of process {rank}: written twice"
                 )
     if written != size:
-        lacking = next(
+        missing = next(
             cell
             for cell in _cells((*rects, *(step[0] for step in got)))
             if covered(cell, rects) and not covered(cell, [step[0] for step in got])
         )
-        raise ReshardError(f"{name} {_shown(lacking, bundle)}: process {rank} needs it and nothing brings it")
+        raise ReshardError(f"{name} {_shown(missing, bundle)}: process {rank} needs it but no move writes it")
 
 
 def _count(bundle: Bundle, loads: Loads) -> None:
-    """Add what the processes hold, need and lack of the bundle."""
+    """Add to loads what each process holds, needs and must receive of the bundle."""
     held = {rank: rects for rects, ranks in bundle.held.items() for rank in ranks}
     for rects, ranks in bundle.held.items():
         size = sum(area(rect) for rect in rects) * bundle.count

@@ -1,1 +1,1 @@
-"""The estimates behind `megatron-rl plan`."""
+"""The estimates behind `megatron-rl plan`: bytes, seconds and memory of a weight sync."""

@@ -1,8 +1,8 @@
-"""The bytes of a sync of a model of any size, without a plan of every tensor: 671 B numbers on 1,024 processes. Pure.
+"""Estimate the traffic of a weight sync without planning every tensor: 671B parameters on 1,024 ranks. Pure.
 
-Tensors that lie the same way on the same processes of both sides are one bundle with a count; solve.py chooses and
-proves the moves of a bundle, as it does for the exact plan. Here the bundles are made straight from the axes: one
-layer stands for all like it in a pipeline stage, one expert for all that share trainer and engine ranks.
+Tensors that are sharded identically over the same ranks on both sides are one bundle with a count. solve.py chooses
+and proves the moves of a bundle, as for the exact plan. The bundles are made from the parallel sizes: one layer stands
+for all equal layers of a pipeline stage, one expert for all experts that share trainer and engine ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_rl.reshard.shards import EngineLayout
 from megatron_rl.reshard.solve import Bundle, Loads, Placement, Rect, area, merge_rects, solve
 
 HolderTable = dict[tuple[Rect, ...], tuple[int, ...]]
-"""rectangles of one tensor -> who has exactly these"""
+"""rectangles of one tensor -> the ranks that have exactly these"""
 
 
 @dataclass(frozen=True)
 class Trainers:
-    """The training side: its axes, and the [pp][vpp] layers of its stages."""
+    """The trainer's parallel sizes, and the [pp][vpp] layers of its stages."""
 
     topology: Topology
     stages: Sequence[Sequence[range]]
@@ -32,28 +32,28 @@ class Trainers:
     @cached_property
     def dense_ranks(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """(stage, tp rank) -> the ranks there."""
-        found: dict[tuple[int, int], list[int]] = {}
+        ranks_at: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.topology.world):
             at = self.topology.coords(rank)
-            found.setdefault((at.pp, at.tp), []).append(rank)
-        return {key: tuple(ranks) for key, ranks in found.items()}
+            ranks_at.setdefault((at.pp, at.tp), []).append(rank)
+        return {key: tuple(ranks) for key, ranks in ranks_at.items()}
 
     @cached_property
     def expert_ranks(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
         """(stage, ep rank, etp rank) -> the ranks there."""
-        found: dict[tuple[int, int, int], list[int]] = {}
+        ranks_at: dict[tuple[int, int, int], list[int]] = {}
         for rank in range(self.topology.world):
             at = self.topology.expert_coords(rank)
-            found.setdefault((at.pp, at.ep, at.etp), []).append(rank)
-        return {key: tuple(ranks) for key, ranks in found.items()}
+            ranks_at.setdefault((at.pp, at.ep, at.etp), []).append(rank)
+        return {key: tuple(ranks) for key, ranks in ranks_at.items()}
 
 
 @dataclass(frozen=True)
-class Account:
-    """What a sync costs. engine: its layout with the chosen order of processes.
+class SyncCost:
+    """What one weight sync costs.
 
-    natural_moved: elements that all processes would receive if engine slot s were process s; None when not colocated.
-    node_held: node -> elements of the model that its trainers hold together.
+    engine: the engines' layout, in the chosen order of ranks. natural_moved: elements that all ranks would receive if
+    engine slot s were rank s; None if not colocated. node_held: node -> elements that its trainer ranks have together.
     """
 
     loads: Loads
@@ -65,7 +65,7 @@ class Account:
     num_bundles: int
 
 
-def account(
+def sync_cost(
     table: ModelTable,
     trainers: Trainers,
     *,
@@ -75,11 +75,12 @@ def account(
     colocated: bool,
     gpus_per_node: int,
     ascending: bool = False,
-) -> Account:
-    """Choose the rank order and every move, prove them, and add up. Raises ReshardError as make_plan does.
+) -> SyncCost:
+    """Choose the rank order and every move, prove the moves, and add up their costs.
 
-    tp, ep, replicas: of the engines (shards.EngineLayout). Colocated, they take the trainer's processes; else processes
-    numbered after these. gpus_per_node: processes of a node, one a GPU. ascending: see search.best_order.
+    tp, ep, replicas: of the engines (shards.EngineLayout). Colocated engines use the trainer's ranks, others use ranks
+    numbered after these. gpus_per_node: ranks of a node, one a GPU. ascending: see rank_order.best_order.
+    Raises ReshardError as make_plan does.
     """
     world, count = trainers.topology.world, replicas * tp
     ranks = tuple(range(count)) if colocated else tuple(range(world, world + count))
@@ -96,16 +97,16 @@ def account(
         moves += len(solved.moves) * solved.count
         waves = max(waves, *(step[3] + 1 for step in solved.moves))
     natural = None if covered is None else sum(loads.needed.values()) - covered
-    return Account(loads, engine, natural, _node_held(bundles, nodes), moves, waves, len(bundles))
+    return SyncCost(loads, engine, natural, _node_held(bundles, nodes), moves, waves, len(bundles))
 
 
 def colocated_layout(
     table: ModelTable, trainers: Trainers, *, tp: int, ep: int = 1, gpus_per_node: int, ascending: bool = False
 ) -> EngineLayout:
-    """Engines on all of the trainer's processes, in the order that lets each keep most of what it has.
+    """Engines on all of the trainer's ranks, in the order in which most elements stay on their rank.
 
-    Raises ReshardError where the processes do not divide into engines. The same on every process: it is computed from
-    the axes alone. ascending: see search.best_order.
+    Computed from the parallel sizes alone, so every rank gets the same order. ascending: see rank_order.best_order.
+    Raises ReshardError if the ranks do not divide into engines.
     """
     engine = EngineLayout(tp, ep, tuple(range(trainers.topology.world)))
     return _searched(kind_bundles(table, trainers, tp=tp, ep=ep), engine, gpus_per_node, ascending)[0]
@@ -114,7 +115,7 @@ def colocated_layout(
 def _searched(
     bundles: Sequence[Bundle], engine: EngineLayout, gpus_per_node: int, ascending: bool
 ) -> tuple[EngineLayout, int]:
-    """The engines in the best order; and the elements that the natural order would cover."""
+    """The engines in the best order; and the elements that would stay on their rank in the natural order."""
     ranks, kinds = engine.ranks, engine.num_kinds
     overlaps = overlaps_of(bundles, ranks, kinds)
     per_node = min(gpus_per_node, len(ranks))
@@ -123,23 +124,23 @@ def _searched(
 
 
 def _node_held(bundles: Iterable[Bundle], nodes: Mapping[int, int]) -> dict[int, int]:
-    found = dict.fromkeys(nodes.values(), 0)
+    elements = dict.fromkeys(nodes.values(), 0)
     for bundle in bundles:
         by_node: dict[int, set[Rect]] = {}
         for rects, ranks in bundle.held.items():
             for node in {nodes[rank] for rank in ranks}:
                 by_node.setdefault(node, set()).update(rects)
-        known: dict[frozenset[Rect], int] = {}
+        sizes: dict[frozenset[Rect], int] = {}
         for node, rects in by_node.items():
             key = frozenset(rects)
-            if key not in known:
-                known[key] = sum(map(area, merge_rects(key)))
-            found[node] += known[key] * bundle.count
-    return found
+            if key not in sizes:
+                sizes[key] = sum(map(area, merge_rects(key)))
+            elements[node] += sizes[key] * bundle.count
+    return elements
 
 
 def placed(bundles: Iterable[Bundle], engine: EngineLayout) -> Iterator[Bundle]:
-    """Bundles by kind of slot as bundles by process."""
+    """The same bundles, their `needed` by rank instead of by kind of engine slot."""
     of_kind: list[list[int]] = [[] for _ in range(engine.num_kinds)]
     for slot, rank in enumerate(engine.ranks):
         of_kind[slot % engine.num_kinds].append(rank)
@@ -153,12 +154,12 @@ def placed(bundles: Iterable[Bundle], engine: EngineLayout) -> Iterator[Bundle]:
 
 def kind_bundles(table: ModelTable, trainers: Trainers, *, tp: int, ep: int) -> list[Bundle]:
     """Bundles of the whole model whose `needed` is by kind of engine slot (EngineLayout.num_kinds)."""
-    found: dict[object, Bundle] = {}
+    bundles: dict[object, Bundle] = {}
     for bundle in (*_ends(table, trainers, tp, ep), *_layers(table, trainers, tp, ep)):
         key = bundle.key
-        known = found.get(key)
-        found[key] = bundle if known is None else replace(known, count=known.count + bundle.count)
-    return list(found.values())
+        same = bundles.get(key)
+        bundles[key] = bundle if same is None else replace(same, count=same.count + bundle.count)
+    return list(bundles.values())
 
 
 def _ends(table: ModelTable, trainers: Trainers, tp: int, ep: int) -> Iterator[Bundle]:
@@ -190,18 +191,18 @@ def _layers(table: ModelTable, trainers: Trainers, tp: int, ep: int) -> Iterator
             if not layers:
                 continue
             parts = [(held, trainers.dense_ranks[stage, rank]) for rank, held in enumerate(dense)]
-            found = [(name, owners, 1) for name, owners in _owners(parts).items()]
+            tensors = [(name, owners, 1) for name, owners in _owners(parts).items()]
             for ep_rank, count, experts in groups:
                 parts = [(held, trainers.expert_ranks[stage, ep_rank, part]) for part, held in enumerate(experts)]
-                found += [(name, owners, count) for name, owners in _owners(parts).items()]
-            for name, owners, count in found:
+                tensors += [(name, owners, count) for name, owners in _owners(parts).items()]
+            for name, owners, count in tensors:
                 flat = name.endswith(("norm.weight", ".bias", "_bias"))
                 title = name.replace(f"layers.{shown}.", f"layers.{layers[0]}.", 1)
                 yield Bundle((title,), count * len(layers), owners, needed[name], flat)
 
 
 def _expert_groups(num_experts: int, trainer_ep: int, engine_ep: int) -> Iterator[tuple[int, int, int]]:
-    """(trainer ep rank, first expert, number of experts) of each set that shares the ep ranks of both sides."""
+    """(trainer ep rank, first expert, number of experts) of each set of experts with equal ep ranks on both sides."""
     if not num_experts:
         return
     share = num_experts // trainer_ep
@@ -214,11 +215,12 @@ def _expert_groups(num_experts: int, trainer_ep: int, engine_ep: int) -> Iterato
 
 
 def _owners(parts: Iterable[tuple[Held, Sequence[int]]]) -> dict[str, HolderTable]:
-    """By HF name: who has which rectangles."""
-    found: dict[str, dict[tuple[Rect, ...], list[int]]] = {}
+    """HF name -> rectangles -> the ranks that have exactly these."""
+    ranks_of: dict[str, dict[tuple[Rect, ...], list[int]]] = {}
     for held, owners in parts:
         for name, rects in held.items():
-            found.setdefault(name, {}).setdefault(rects, []).extend(owners)
+            ranks_of.setdefault(name, {}).setdefault(rects, []).extend(owners)
     return {
-        name: {rects: tuple(sorted(owners)) for rects, owners in by_rects.items()} for name, by_rects in found.items()
+        name: {rects: tuple(sorted(owners)) for rects, owners in by_rects.items()}
+        for name, by_rects in ranks_of.items()
     }

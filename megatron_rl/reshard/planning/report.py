@@ -1,4 +1,4 @@
-"""The answer of `megatron-rl plan`: bytes, times and memory of a weight sync, as tables or one JSON object."""
+"""The output of `megatron-rl plan`: bytes, seconds and memory of a weight sync, as tables or one JSON object."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.reshard.planning.cost import Account, account
+from megatron_rl.reshard.planning.cost import SyncCost, sync_cost
 from megatron_rl.reshard.planning.request import ITEM_SIZES, SyncRequest
 
 GB = 1e9
@@ -17,7 +17,7 @@ _NOTHING_SAVED = 0.995
 
 @dataclass(frozen=True)
 class Spread:
-    """One quantity over the processes that have it: mean, largest and sum, in bytes (or seconds)."""
+    """Mean, maximum and total of one quantity over ranks, in bytes."""
 
     mean: float
     max: float
@@ -25,22 +25,21 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Mean, largest and sum; zeros for none."""
-    known = list(values)
-    return Spread(sum(known) / len(known), max(known), sum(known)) if known else Spread(0.0, 0.0, 0.0)
+    """Mean, maximum and total; zeros if there are no values."""
+    listed = list(values)
+    return Spread(sum(listed) / len(listed), max(listed), sum(listed)) if listed else Spread(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Report:
     """Everything that the command prints.
 
-    bytes: quantity -> its spread in bytes: local, moved, minimum and full_gather over engine processes, sent over
-    all. seconds: step -> expected seconds. memory: phase -> part -> bytes of the fullest GPU. order: the process of
-    each engine slot.
+    bytes: quantity -> spread in bytes; `sent` is over all ranks, the others over engine ranks. links: link -> bytes of
+    the busiest rank. seconds: step -> expected seconds. memory: phase -> what is stored -> bytes on the fullest GPU.
     """
 
     request: SyncRequest
-    account: Account
+    cost: SyncCost
     bytes: dict[str, Spread]
     links: Mapping[str, int]
     seconds: dict[str, float]
@@ -48,35 +47,35 @@ class Report:
 
     @property
     def unit(self) -> tuple[str, float]:
-        """Name and size of the unit that suits the model: GB, MB or kB."""
-        size = self.account.loads.total * ITEM_SIZES[self.request.dtype]
-        return next((one for one in _UNITS if size >= one[1] / 10), _UNITS[-1])
+        """Name and bytes of the unit for this model's size: GB, MB or kB."""
+        size = self.cost.loads.total * ITEM_SIZES[self.request.dtype]
+        return next((unit for unit in _UNITS if size >= unit[1] / 10), _UNITS[-1])
 
     @property
     def ratio(self) -> float:
-        """Bytes moved over the minimum."""
+        """Bytes received over the minimum."""
         least = self.bytes["minimum"].total
         return self.bytes["moved"].total / least if least else 1.0
 
     @property
     def saves_nothing(self) -> bool:
-        """Every engine process needs as much as a full gather brings."""
+        """Every engine rank must receive as much as in a full gather."""
         return self.bytes["minimum"].total >= _NOTHING_SAVED * self.bytes["full_gather"].total
 
     @property
     def moves_nothing(self) -> bool:
-        """Each engine process finds all it needs in its own trainer shard."""
+        """Each engine rank finds all it needs in its own trainer shard."""
         return self.bytes["moved"].total == 0
 
 
 def make_report(request: SyncRequest) -> Report:
-    """Account for the sync that the request describes. Raises ReshardError where it cannot be planned."""
-    found = account(
+    """Estimate the sync that the request describes. Raises ReshardError if it cannot be planned."""
+    cost = sync_cost(
         request.table, request.trainers, tp=request.tp, ep=request.ep, replicas=request.replicas,
         colocated=request.colocated, gpus_per_node=request.gpus_per_node, ascending=request.ascending,
     )  # fmt: skip
-    loads, item = found.loads, ITEM_SIZES[request.dtype]
-    engines = found.engine.ranks
+    loads, item = cost.loads, ITEM_SIZES[request.dtype]
+    engines = cost.engine.ranks
     full = {rank: loads.total - loads.held[rank] for rank in engines}
     sizes = {
         "needed": spread(loads.needed[rank] * item for rank in engines),
@@ -92,14 +91,14 @@ def make_report(request: SyncRequest) -> Report:
         "sent between nodes": max(loads.far_sent.values()) * item,
         "received between nodes": max(loads.far_moved.values()) * item,
     }
-    return Report(request, found, sizes, links, _seconds(request, found, full), _memory(request, found))
+    return Report(request, cost, sizes, links, _seconds(request, cost, full), _memory(request, cost))
 
 
-def _seconds(request: SyncRequest, found: Account, full: Mapping[int, int]) -> dict[str, float]:
-    """Expected seconds of the busiest process: what it sends or receives, whichever is more, in its node and outside
-    one after the other, and local copies (one read, one write) at the speed of memory.
+def _seconds(request: SyncRequest, cost: SyncCost, full: Mapping[int, int]) -> dict[str, float]:
+    """Expected seconds of the busiest rank: what it sends or receives (the larger), within its node and then between
+    nodes; and its local copies, one read and one write at memory bandwidth.
     """
-    loads, machine, item = found.loads, request.machine, ITEM_SIZES[request.dtype]
+    loads, machine, item = cost.loads, request.machine, ITEM_SIZES[request.dtype]
     near, far, memory = (speed * GB for speed in (machine.nvlink_gb_s, machine.network_gb_s, machine.memory_gb_s))
 
     def transfer(total: Mapping[int, int], crossing: Mapping[int, int], rank: int) -> float:
@@ -112,21 +111,18 @@ def _seconds(request: SyncRequest, found: Account, full: Mapping[int, int]) -> d
     nodes = loads.placement.nodes
     gather = max(
         item
-        * (
-            (found.node_held[nodes[rank]] - loads.held[rank]) / near
-            + (loads.total - found.node_held[nodes[rank]]) / far
-        )
+        * ((cost.node_held[nodes[rank]] - loads.held[rank]) / near + (loads.total - cost.node_held[nodes[rank]]) / far)
         for rank in full
     )
     return {"links": links, "local copies": 2 * item * max(loads.local.values()) / memory, "full gather": gather}
 
 
-def _memory(request: SyncRequest, found: Account) -> dict[str, dict[str, float]]:
-    """Bytes of the fullest GPU by phase, nothing offloaded or shared. Gradients are float32; the optimizer holds 12
-    bytes a number, dealt over all trainer processes."""
-    loads, item, world = found.loads, ITEM_SIZES[request.dtype], request.trainers.topology.world
+def _memory(request: SyncRequest, cost: SyncCost) -> dict[str, dict[str, float]]:
+    """Bytes of the fullest GPU by phase, nothing offloaded or shared. Gradients are float32; the optimizer state is 12
+    bytes a parameter, sharded over all trainer ranks."""
+    loads, item, world = cost.loads, ITEM_SIZES[request.dtype], request.trainers.topology.world
     held, needed = max(loads.held.values()), max(loads.needed.values())
-    overlap = min((loads.local[rank] for rank in found.engine.ranks), default=0) * item
+    overlap = min((loads.local[rank] for rank in cost.engine.ranks), default=0) * item
     trainer, engine = float(held * item), float(needed * item)
     optimizer = 12.0 * loads.total / world
     staging = 2 * request.machine.bucket_mib * 2**20 if any(loads.moved.values()) else 0.0
@@ -148,10 +144,10 @@ def _memory(request: SyncRequest, found: Account) -> dict[str, dict[str, float]]
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """One object for programs; sizes in bytes, times in seconds."""
-    request, found = report.request, report.account
-    loads, item = found.loads, ITEM_SIZES[request.dtype]
-    engines = set(found.engine.ranks)
+    """The report as one JSON object: sizes in bytes, times in seconds."""
+    request, cost = report.request, report.cost
+    loads, item = cost.loads, ITEM_SIZES[request.dtype]
+    engines = set(cost.engine.ranks)
     return {
         "ok": True,
         "model": request.model,
@@ -166,14 +162,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "ratio_moved_to_minimum": report.ratio,
         "nothing_can_be_saved": report.saves_nothing,
         "busiest_link": report.links,
-        "natural_order_moved": None if found.natural_moved is None else found.natural_moved * item,
-        "moves": found.num_moves,
-        "waves": found.num_waves,
-        "bundles": found.num_bundles,
+        "natural_order_moved": None if cost.natural_moved is None else cost.natural_moved * item,
+        "moves": cost.num_moves,
+        "waves": cost.num_waves,
+        "bundles": cost.num_bundles,
         "seconds": report.seconds,
         "memory": report.memory,
         "machine": asdict(request.machine),
-        "order": list(found.engine.ranks),
+        "order": list(cost.engine.ranks),
         "ranks": [
             {
                 "rank": rank,
@@ -192,22 +188,22 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    """The tables."""
-    request, found = report.request, report.account
+    """The report as tables."""
+    request, cost = report.request, report.cost
     unit, scale = report.unit
-    whole = found.loads.total * ITEM_SIZES[request.dtype] / scale
+    whole = cost.loads.total * ITEM_SIZES[request.dtype] / scale
     hidden = () if any(request.table.num_experts(layers[0]) for layers in request.table.variants()) else ("ep", "etp")
     axes = " ".join(f"{name} {size}" for name, size in request.axes.items() if name not in hidden)
     engine = f"{request.replicas} engines of tp {request.tp}" + (f", ep {request.ep}" if request.ep > 1 else "")
-    place = "on the same GPUs" if request.colocated else "on GPUs of their own"
+    place = "on the same GPUs" if request.colocated else "on other GPUs"
     lines = [
-        f"{request.model}: {found.loads.total:,} numbers, {whole:.1f} {unit} in {request.dtype}",
-        f"train {axes}; {engine} {place}; {request.world} GPUs, {request.gpus_per_node} a node",
+        f"{request.model}: {cost.loads.total:,} parameters, {whole:.1f} {unit} in {request.dtype}",
+        f"train {axes}; {engine} {place}; {request.world} GPUs, {request.gpus_per_node} per node",
         "",
         f"bytes of one weight sync, {unit}",
         *_bytes_table(report),
         "",
-        f"moved / minimum: {report.ratio:.2f} (proved: each byte of each engine is written once)",
+        f"moved / minimum: {report.ratio:.2f} (proved: each engine byte is written exactly once)",
         *_verdict(report),
         "",
         "rank order",
@@ -230,7 +226,7 @@ def as_text(report: Report) -> str:
 
 
 _NAMES = {
-    "needed": "engine's parameters",
+    "needed": "engine parameters",
     "local": "local copies",
     "moved": "received",
     "minimum": "minimum to receive",
@@ -240,7 +236,7 @@ _NAMES = {
 
 
 def _bytes_table(report: Report) -> list[str]:
-    rows = [f"  {'':<22}{'mean':>10}{'most':>10}{'in all':>12}"]
+    rows = [f"  {'':<22}{'mean':>10}{'max':>10}{'total':>12}"]
     _, scale = report.unit
     for name, title in _NAMES.items():
         one = report.bytes[name]
@@ -251,43 +247,43 @@ def _bytes_table(report: Report) -> list[str]:
 def _verdict(report: Report) -> list[str]:
     moved, full = report.bytes["moved"].total, report.bytes["full_gather"].total
     if report.moves_nothing:
-        return ["nothing to move: each engine process finds all it needs in the trainer's shard on its GPU"]
+        return ["nothing to send: each engine rank finds all it needs in the trainer shard on its GPU"]
     if report.saves_nothing:
         return [
-            "nothing can be saved: each engine process needs the whole model, so the minimum is what a full gather "
-            "receives; a larger rollout.tp would need less"
+            "nothing can be saved: each engine rank needs the whole model, so the minimum equals a full gather; "
+            "a larger rollout.tp would need less"
         ]
     return [f"a full gather receives {full / moved:.1f} times as much"]
 
 
 def _order_lines(report: Report) -> list[str]:
-    found, item = report.account, ITEM_SIZES[report.request.dtype]
-    ranks, tp = found.engine.ranks, report.request.tp
-    if found.natural_moved is None:
-        return [f"  engines take processes {ranks[0]} to {ranks[-1]} in order"]
+    cost, item = report.cost, ITEM_SIZES[report.request.dtype]
+    ranks, tp = cost.engine.ranks, report.request.tp
+    if cost.natural_moved is None:
+        return [f"  engines are on ranks {ranks[0]} to {ranks[-1]}, in order"]
     if ranks == tuple(range(len(ranks))):
-        return ["  natural: engine slot s is process s; no other order receives less"]
+        return ["  natural: engine slot s is on rank s; no other order receives less"]
     shown = [str(ranks[at : at + tp]) for at in range(0, min(len(ranks), _SHOWN_SLOTS), tp)]
     more = "" if len(ranks) <= _SHOWN_SLOTS else f" ... ({len(ranks) // tp} engines; --json lists all)"
-    moved, natural = sum(found.loads.moved.values()) * item, found.natural_moved * item
+    moved, natural = sum(cost.loads.moved.values()) * item, cost.natural_moved * item
     extra = f"{100 * (natural / moved - 1):.1f} % more" if moved else "more"
     unit, scale = report.unit
     return [
         f"  engines: {' '.join(shown)}{more}",
-        f"  the natural order would receive {natural / scale:.1f} {unit} in all, {extra}",
+        f"  the natural order would receive {natural / scale:.1f} {unit} in total, {extra}",
     ]
 
 
 def _seconds_lines(report: Report) -> list[str]:
     seconds, machine = report.seconds, report.request.machine
     sync = seconds["links"] + seconds["local copies"]
-    speeds = f"{machine.nvlink_gb_s:g} GB/s in a node, {machine.network_gb_s:g} between nodes"
+    speeds = f"{machine.nvlink_gb_s:g} GB/s within a node, {machine.network_gb_s:g} between nodes"
     gain = f", {seconds['full gather'] / sync:.1f} times as long" if sync else ""
     return [
         f"  this plan    {sync:8.4f}  links {seconds['links']:.4f} + local copies {seconds['local copies']:.4f}; "
-        f"{report.account.num_waves} " + ("wave" if report.account.num_waves == 1 else "waves"),
-        f"  full gather  {seconds['full gather']:8.4f}  receiving alone{gain}",
-        f"  at {speeds}, memory {machine.memory_gb_s:g}; a bound from bandwidth: latency and packing come on top",
+        f"{report.cost.num_waves} " + ("wave" if report.cost.num_waves == 1 else "waves"),
+        f"  full gather  {seconds['full gather']:8.4f}  receiving only{gain}",
+        f"  at {speeds}, memory {machine.memory_gb_s:g}; a lower bound from bandwidth, without latency and packing",
     ]
 
 

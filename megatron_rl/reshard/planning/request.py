@@ -1,4 +1,4 @@
-"""What `megatron-rl plan` is asked: a model, both sides' axes, the machine. All faults at once; no torch."""
+"""The arguments of `megatron-rl plan`: a model, the parallel sizes of both sides, the machine. No torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron_rl.reshard.planning.cost import Trainers
 from megatron_rl.reshard.planning.tables import ModelTable
 
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""dtype -> bytes of one number as it travels"""
+"""dtype -> bytes of one element in transfer"""
 PLACEMENTS = ("colocated", "disaggregated")
 _MOST_DP = 4096
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What times and memory are reckoned with. The defaults are an H200 with NVLink and a 400 Gb/s network."""
+    """The hardware used in the estimate; the defaults are an H200 with NVLink and a 400 Gb/s network."""
 
     nvlink_gb_s: float = 450.0
     network_gb_s: float = 50.0
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class SyncRequest:
-    """A checked question: everything that the accounting needs.
+    """Checked arguments: everything that the estimate needs.
 
     axes: sizes of train.tp, pp, vpp, cp, ep, etp and dp. tp, ep, replicas: of the engines (shards.EngineLayout).
     """
@@ -66,55 +66,55 @@ KEYS: dict[str, str] = {
     "train.pp": "pipeline stages; 1",
     "train.vpp": "model chunks of a stage; 1",
     "train.cp": "context-parallel ranks; 1",
-    "train.ep": "ranks that experts are dealt to; 1",
-    "train.etp": "ranks that share an expert; 1 with ep above 1, else tp",
-    "train.dp": "data-parallel ranks; as many as gpus leaves, or the least that fits",
-    "train.num_layers_in_first_pipeline_stage": "layers of the first stage; an even share",
-    "train.num_layers_in_last_pipeline_stage": "layers of the last stage; an even share",
+    "train.ep": "expert-parallel ranks of the trainer; 1",
+    "train.etp": "tensor-parallel ranks of each expert; 1 if ep is above 1, else tp",
+    "train.dp": "data-parallel ranks; what gpus allows, or the smallest number that fits",
+    "train.num_layers_in_first_pipeline_stage": "layers of the first pipeline stage; evenly split",
+    "train.num_layers_in_last_pipeline_stage": "layers of the last pipeline stage; evenly split",
     "rollout.tp": "tensor-parallel ranks of one engine; 1",
-    "rollout.ep": "ranks that an engine deals experts to: 1, or a multiple of rollout.tp; 1",
-    "rollout.dp": "engines; colocated: as many as the trainer's ranks hold, else 1",
-    "gpus": "GPUs in all",
-    "gpus_per_node": "GPUs of a node; 8",
+    "rollout.ep": "expert-parallel ranks of an engine: 1, or a multiple of rollout.tp; 1",
+    "rollout.dp": "engines; if colocated: as many as fit on the trainer's ranks, else 1",
+    "gpus": "total number of GPUs",
+    "gpus_per_node": "GPUs per node; 8",
     "placement": "colocated (engines on the trainer's GPUs) or disaggregated; colocated",
-    "dtype": "number format in which weights travel: bfloat16, float16 or float32; bfloat16",
-    "ascending": "1: only orders in which each engine's processes ascend (torch without sort_ranks); 0",
-    "nvlink_gb_s": "GB/s of a GPU to others of its node, each way; 450",
-    "network_gb_s": "GB/s of a GPU to other nodes, each way; 50",
-    "memory_gb_s": "GB/s of a GPU's memory; 4800",
-    "bucket_mib": "MiB of a staging bucket, of which there are two; 256",
+    "dtype": "dtype in which weights are sent: bfloat16, float16 or float32; bfloat16",
+    "ascending": "1: only orders in which the ranks of each engine ascend (torch without sort_ranks); 0",
+    "nvlink_gb_s": "GB/s between GPUs of a node, per GPU and direction; 450",
+    "network_gb_s": "GB/s between nodes, per GPU and direction; 50",
+    "memory_gb_s": "memory bandwidth of a GPU in GB/s; 4800",
+    "bucket_mib": "MiB of each of the two staging buckets; 256",
 }
 """Every key of the command, with its meaning and its default."""
 MACHINE_KEYS = tuple(field.name for field in fields(Machine))
 CONFIG_KEYS = (*MACHINE_KEYS, "placement", "ascending", "rollout.dp", "rollout.ep")
-"""Keys that a run config lacks, and that may stand beside one."""
+"""Keys that no run config has; they may be given together with one."""
 _TEXT = {"placement": PLACEMENTS, "dtype": tuple(ITEM_SIZES)}
 
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:
-    """key=value texts as values. Raises ConfigError for unknown keys (with the nearest) and values of another type."""
-    found: dict[str, Any] = {}
+    """{key: value} of key=value texts. Raises ConfigError for unknown keys (with the nearest one) and wrong values."""
+    values: dict[str, Any] = {}
     faults: list[Fault] = []
     for text in settings:
         key, _, value = text.partition("=")
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
             cure = f"did you mean {close[0]}?" if close else f"keys: {', '.join(KEYS)}"
-            faults.append(Fault(key, value, "is no key of `megatron-rl plan`", cure))
+            faults.append(Fault(key, value, "is not a key of `megatron-rl plan`", cure))
         elif key in _TEXT:
             if value not in _TEXT[key]:
-                faults.append(Fault(key, value, "is not known", f"one of {', '.join(_TEXT[key])}"))
-            found[key] = value
+                faults.append(Fault(key, value, "is not supported", f"use one of {', '.join(_TEXT[key])}"))
+            values[key] = value
         else:
             number = _number(value, whole=key not in MACHINE_KEYS)
             if number is None or (number <= 0 and key != "ascending"):
                 kind = "a number" if key in MACHINE_KEYS else "a whole number"
                 faults.append(Fault(key, value, f"must be {kind} above 0", KEYS[key]))
             else:
-                found[key] = number
+                values[key] = number
     if faults:
         raise ConfigError(faults)
-    return found
+    return values
 
 
 def _number(text: str, whole: bool) -> float | int | None:
@@ -125,7 +125,7 @@ def _number(text: str, whole: bool) -> float | int | None:
 
 
 def table_of(model: str) -> ModelTable:
-    """The tables of a model: a config.json, a folder with one, or a name of models/sizes.py. Raises ConfigError."""
+    """The tables of a model, given as a config.json, its folder, or a name of models/sizes.py. Raises ConfigError."""
     path = Path(model)
     if path.name == "config.json" and path.is_file():
         path = path.parent
@@ -134,13 +134,13 @@ def table_of(model: str) -> ModelTable:
 
 
 def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
-    """(model, values of KEYS) that a run config stands for. Raises ConfigError for a run without an engine."""
+    """(model, values of KEYS) of a run config. Raises ConfigError if the run has no engine."""
     if not config.needs.rollouts:
-        cure = "give a run that generates, or --model with train. and rollout. keys"
-        raise ConfigError([Fault("algorithm.name", config.algorithm.name, "has no engine to bring weights to", cure)])
+        cure = "give a config whose run generates, or --model with train. and rollout. keys"
+        raise ConfigError([Fault("algorithm.name", config.algorithm.name, "has no engine to send weights to", cure)])
     actor = config.actor
     dtype = config.rollout.dtype or config.model.dtype
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "train.tp": actor.tp,
         "train.pp": actor.pp,
         "train.vpp": actor.vpp,
@@ -156,18 +156,18 @@ def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
         name = f"num_layers_in_{end}_pipeline_stage"
         layers = cast("int | None", getattr(actor, name))
         if layers is not None:
-            found[f"train.{name}"] = layers
-    return config.model.path, found
+            values[f"train.{name}"] = layers
+    return config.model.path, values
 
 
 def request(model: str, values: Mapping[str, Any]) -> SyncRequest:
-    """The question that a model and values of KEYS ask. Raises ConfigError with every fault."""
+    """The checked arguments. values: of KEYS. Raises ConfigError with every fault."""
     table = table_of(model)
     colocated = values.get("placement", PLACEMENTS[0]) == PLACEMENTS[0]
     axes = {name: int(values.get(f"train.{name}", 1)) for name in ("tp", "pp", "vpp", "cp", "ep")}
     axes["etp"] = int(values.get("train.etp", 1 if axes["ep"] > 1 else axes["tp"]))
     tp, ep = int(values.get("rollout.tp", 1)), int(values.get("rollout.ep", 1))
-    faults = [Fault("train", axes, reason, "change an axis") for reason in _trainer_faults(table, axes)]
+    faults = [Fault("train", axes, reason, "change one of these sizes") for reason in _trainer_faults(table, axes)]
     faults += [
         Fault("rollout.tp", tp, reason, "change rollout.tp or rollout.ep") for reason in table.engine_faults(tp, ep)
     ]
@@ -199,39 +199,43 @@ def _trainer_faults(table: ModelTable, axes: Mapping[str, int]) -> list[str]:
 
 
 def _sizes(values: Mapping[str, Any], axes: Mapping[str, int], tp: int, group: int, colocated: bool) -> tuple[int, int]:
-    """(train.dp, rollout.dp): as given, or what the number of GPUs leaves, or the least that fits.
+    """(train.dp, rollout.dp): as given, or what the number of GPUs allows, or the smallest that fits.
 
-    group: engine processes that belong together.
+    group: engine ranks that must be complete: one engine, or the engines that share experts.
     """
     copy, experts = axes["tp"] * axes["pp"] * axes["cp"], axes["etp"] * axes["ep"] * axes["pp"]
     dp, replicas, gpus = values.get("train.dp"), values.get("rollout.dp"), values.get("gpus")
     engines = 0 if colocated else tp * int(replicas or group // tp)
     if dp is None and gpus is not None:
-        left = gpus - engines
-        if left <= 0 or left % copy:
-            reason = f"{left} GPUs are left for the trainer, no multiple of tp * pp * cp = {copy}"
-            raise ConfigError([Fault("gpus", gpus, reason, "change gpus or an axis")])
-        dp = left // copy
+        trainer_gpus = gpus - engines
+        if trainer_gpus <= 0 or trainer_gpus % copy:
+            reason = f"leaves {trainer_gpus} GPUs for the trainer, not a multiple of tp * pp * cp = {copy}"
+            raise ConfigError([Fault("gpus", gpus, reason, "change gpus, train.tp, train.pp or train.cp")])
+        dp = trainer_gpus // copy
     if dp is None:
         fits = (n for n in range(1, _MOST_DP) if not (copy * n % experts or (colocated and copy * n % group)))
         dp = next(fits, 1)
     world = copy * dp
     faults: list[Fault] = []
     if world % experts:
-        faults.append(Fault("train.dp", dp, f"{world} ranks are no multiple of etp * ep * pp = {experts}", "change it"))
+        faults.append(
+            Fault("train.dp", dp, f"makes {world} ranks, not a multiple of etp * ep * pp = {experts}", "change it")
+        )
     if colocated:
         engines = world
         if world % group:
-            faults.append(Fault("rollout.tp", tp, f"{world} GPUs are no multiple of an engine's {group}", "change it"))
+            faults.append(
+                Fault("rollout.tp", tp, f"{world} GPUs are not a multiple of an engine's {group}", "change it")
+            )
         elif replicas is not None and replicas * tp != world:
-            reason = f"engines of {tp} on {world} GPUs are {world // tp}"
+            reason = f"{world} GPUs take {world // tp} engines of {tp} GPUs"
             faults.append(Fault("rollout.dp", replicas, reason, "leave it out, or placement=disaggregated"))
     elif engines % group:
-        reason = f"{engines} engine processes are no multiple of rollout.ep {group}"
+        reason = f"makes {engines} engine ranks, not a multiple of rollout.ep {group}"
         faults.append(Fault("rollout.dp", replicas, reason, "change it"))
     total = world if colocated else world + engines
     if gpus is not None and gpus != total:
-        faults.append(Fault("gpus", gpus, f"the axes make {total}", "change gpus, train.dp or rollout.dp"))
+        faults.append(Fault("gpus", gpus, f"the other keys make {total}", "change gpus, train.dp or rollout.dp"))
     if faults:
         raise ConfigError(faults)
     return dp, engines // tp

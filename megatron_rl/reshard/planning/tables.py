@@ -1,4 +1,4 @@
-"""A model's tensors as both sides hold them, one layer at a time: what the accounting of a sync reads. Pure."""
+"""The shards of a model's tensors on both sides, one layer at a time, as cost.py reads them. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.reshard.solve import Rect, merge_rects
 
 Held = dict[str, tuple[Rect, ...]]
-"""HF name -> the rectangles of it that one process has"""
+"""HF name -> the rectangles of it that one rank has"""
 
 
 def rects_of(params: Iterable[LocalParam]) -> Held:
@@ -27,7 +27,7 @@ def rects_of(params: Iterable[LocalParam]) -> Held:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """Both sides' tables of one model, read from its family."""
+    """The shards of one model on trainer and engine, derived from its family."""
 
     shape: ModelShape
     family: Family
@@ -38,7 +38,7 @@ class ModelTable:
         return self.shape.num_layers
 
     def variants(self) -> list[list[int]]:
-        """The layers, grouped by those that have the same tensors."""
+        """The layers in groups; those of a group have the same tensors."""
         groups: dict[object, list[int]] = {}
         for layer in range(self.shape.num_layers):
             groups.setdefault(self.family.layer(self.shape, layer), []).append(layer)
@@ -49,8 +49,8 @@ class ModelTable:
         return self.shape.num_experts if any(rule.expert for rule in self.family.layer(self.shape, layer)) else 0
 
     def trainer(self, layer: int, tp: int, rank: int) -> Held:
-        """A trainer rank's part of a layer, without routed experts."""
-        # One expert is the least that the table gives; it is left out.
+        """A trainer rank's shard of a layer, without routed experts."""
+        # ep as large as can be: the table then lists one expert only, which the filter below drops.
         params = megatron_params(
             self.shape, self.family, tp=tp, tp_rank=rank, layers=range(layer, layer + 1),
             pre_process=False, post_process=False, ep=max(self.shape.num_experts, 1),
@@ -58,7 +58,7 @@ class ModelTable:
         return rects_of(param for param in params if not param.expert)
 
     def trainer_expert(self, layer: int, expert: int, etp: int, rank: int) -> Held:
-        """A trainer rank's part of one expert."""
+        """A trainer rank's shard of one expert."""
         params = megatron_params(
             self.shape, self.family, tp=1, tp_rank=0, layers=range(layer, layer + 1),
             pre_process=False, post_process=False, ep=self.shape.num_experts, ep_rank=expert, etp=etp, etp_rank=rank,
@@ -66,29 +66,29 @@ class ModelTable:
         return rects_of(param for param in params if param.expert)
 
     def trainer_ends(self, tp: int, rank: int, *, first: bool, last: bool) -> Held:
-        """A trainer rank's part of the embedding (first stage), or of the final norm and the head (last stage)."""
+        """A trainer rank's shard of the embedding (first stage), or of the final norm and the head (last stage)."""
         params = megatron_params(
             self.shape, self.family, tp=tp, tp_rank=rank, layers=range(0), pre_process=first, post_process=last
         )
         return rects_of(params)
 
     def engine(self, layer: int, tp: int, rank: int, ep: int, ep_rank: int) -> Held:
-        """An engine rank's part of a layer, experts included."""
+        """An engine rank's shard of a layer, experts included."""
         params = engine_params(
             self.shape, self.family, tp=tp, tp_rank=rank, ep=ep, ep_rank=ep_rank, layers=[layer], ends=False
         )
         return rects_of(params)
 
     def engine_ends(self, tp: int, rank: int) -> Held:
-        """An engine rank's part of embedding, final norm and head."""
+        """An engine rank's shard of embedding, final norm and head."""
         return rects_of(engine_params(self.shape, self.family, tp=tp, tp_rank=rank, layers=[]))
 
     def engine_faults(self, tp: int, ep: int) -> list[str]:
-        """Why an engine cannot split the model so; empty when it can."""
+        """Why an engine cannot shard the model so; empty if it can."""
         return engine_tp_faults(self.shape, tp, ep)
 
     def trainer_faults(self, tp: int, ep: int, etp: int) -> list[str]:
-        """Why a trainer cannot split the model so; empty when it can."""
+        """Why a trainer cannot shard the model so; empty if it can."""
         choices = self.shape.tp_choices()
         faults = [] if tp in choices else [f"tp {tp} does not split the model; possible: {choices}"]
         return faults + _expert_faults(self.shape.num_experts, self.shape.ffn_size, ep, etp)

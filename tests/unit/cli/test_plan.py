@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: the published comparison, 671 B numbers on 1,024 GPUs, and how it refuses."""
+"""`megatron-rl plan`: the published comparison, 671B parameters on 1,024 GPUs, and how it refuses."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_whole_engines_can_save_nothing_and_the_answer_says_so(capsys: pytest.Ca
 
 def test_equal_layouts_move_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--model", "qwen2.5/7b", "train.tp=4", "rollout.tp=4", "train.dp=2")
-    assert code == 0 and "nothing to move" in out
+    assert code == 0 and "nothing to send" in out
 
 
 def test_671b_on_1024_gpus_is_planned_and_proved_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_the_text_has_every_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--model", "qwen2.5/7b", "train.tp=4", "train.pp=2", "rollout.tp=2", "network_gb_s=25")
     assert code == 0
     for text in (
-        "7,615,616,512 numbers", "train tp 4 pp 2 vpp 1 cp 1 dp 1; 4 engines of tp 2", "minimum to receive",
+        "7,615,616,512 parameters", "train tp 4 pp 2 vpp 1 cp 1 dp 1; 4 engines of tp 2", "minimum to receive",
         "moved / minimum: 1.00", "a full gather receives 2.3 times", "(0, 2) (1, 3) (4, 6) (5, 7)",
         "the natural order would receive", "busiest link", "expected seconds", "25 between nodes", "publish", "staging",
     ):  # fmt: skip
@@ -130,14 +130,14 @@ def test_a_run_config_and_a_folder_are_taken_too(tmp_path: Path, capsys: pytest.
     lines = f"model: {{path: {tmp_path}/model}}\ndata: {{train_files: {tmp_path}/train.jsonl, max_prompt_length: 16,\n"
     config = write(tmp_path / "run.yaml", lines + "  max_response_length: 8}\n")
     code, out, err = run(capsys, config, "actor.optim.lr=1e-5", "nvlink_gb_s=100")
-    assert (code, err) == (0, "") and "nothing to move" in out and "MB in" in out and "100 GB/s in a node" in out
+    assert (code, err) == (0, "") and "nothing to send" in out and "MB in" in out and "100 GB/s within a node" in out
     folder = str(tmp_path / "model")
     for model in (folder, f"{folder}/config.json"):
         assert told(capsys, model, "")["parameters"] == 534_144
     code, _, err = run(capsys, config, "--model", folder)
     assert code == 2 and "stands beside the config" in err
     code, _, err = run(capsys, config, "algorithm.name=sft")
-    assert code == 2 and "has no engine to bring weights to" in err
+    assert code == 2 and "has no engine to send weights to" in err
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_a_run_config_and_a_folder_are_taken_too(tmp_path: Path, capsys: pytest.
         ("train.tp=3 rollout.tp=3", ("possible: [1, 2, 4]", "28 query heads do not divide by tp 3")),
         ("train.pp=3", ("28 of 28 layers are left for 3",)),
         ("train.ep=2 rollout.ep=2", ("ep 2: the model has no experts", "0 experts cannot be dealt")),
-        ("train.tp=4 rollout.tp=2 rollout.dp=3", ("engines of 2 on 4 GPUs are 2",)),
-        ("train.tp=4 gpus=6", ("6 GPUs are left for the trainer, no multiple of tp * pp * cp = 4",)),
-        ("train.tp=4 train.dp=1 gpus=8", ("the axes make 4",)),
-        ("train.tp=1 rollout.tp=2 train.dp=1", ("1 GPUs are no multiple of an engine's 2",)),
+        ("train.tp=4 rollout.tp=2 rollout.dp=3", ("4 GPUs take 2 engines of 2 GPUs",)),
+        ("train.tp=4 gpus=6", ("leaves 6 GPUs for the trainer, not a multiple of tp * pp * cp = 4",)),
+        ("train.tp=4 train.dp=1 gpus=8", ("the other keys make 4",)),
+        ("train.tp=1 rollout.tp=2 train.dp=1", ("1 GPUs are not a multiple of an engine's 2",)),
     ],
 )
 def test_r5_what_cannot_be_is_refused_with_reason_and_cure(
@@ -194,10 +194,10 @@ def test_the_reckoned_sync_is_the_exact_plan_of_a_real_model() -> None:
     assert isinstance(shape, ModelShape)
     family = FAMILIES[shape.architecture]
     trainers = trainer_shards(shape, family, Topology(4, tp=2, pp=2), [[range(12)], [range(12, 24)]])
-    layout = EngineLayout(2, 1, found.account.engine.ranks)
+    layout = EngineLayout(2, 1, found.cost.engine.ranks)
     plan = make_plan(trainers, engine_shards(shape, family, layout), node_of=lambda rank: rank // 2)
-    assert plan.loads == found.account.loads
-    assert len(plan.moves) == found.account.num_moves
+    assert plan.loads == found.cost.loads
+    assert len(plan.moves) == found.cost.num_moves
 
 
 def test_plan_takes_no_torch_and_every_key_is_explained() -> None:

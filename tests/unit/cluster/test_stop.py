@@ -267,8 +267,8 @@ def test_metrics_that_could_not_be_written_are_said_once_and_written_later(
     sinks.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("metrics.jsonl: step 2 could not be written (") and "training goes on" in first
-    assert second == "metrics.jsonl: can be written again, and no step is missing in it"
+    assert first.startswith("metrics.jsonl: step 2 could not be written (") and "training continues" in first
+    assert second == "metrics.jsonl: can be written again; no step is missing"
 
 
 def test_the_last_metrics_are_written_when_the_run_ends_if_there_is_room_by_then(
@@ -281,7 +281,7 @@ def test_the_last_metrics_are_written_when_the_run_ends_if_there_is_room_by_then
     next(full, None)
     sinks.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
-    assert caplog.records[-1].getMessage() == "metrics.jsonl: can be written again, and no step is missing in it"
+    assert caplog.records[-1].getMessage() == "metrics.jsonl: can be written again; no step is missing"
 
 
 class Failing:
@@ -308,9 +308,9 @@ def test_a_sink_that_fails_costs_its_own_figures_alone(tmp_path: Path, caplog: p
     assert failing.seen == [3] and len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "service: step 1 could not be written (gone); training goes on",
-        "service: could not be closed well (gone)",
-        "service: 2 step(s) are missing in it",
+        "service: step 1 could not be written (gone); training continues",
+        "service: could not be closed (gone)",
+        "service: 2 step(s) are missing",
     ]
 
 

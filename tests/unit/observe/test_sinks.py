@@ -43,7 +43,7 @@ def test_resume_cuts_the_resumed_step_and_later_ones_and_a_broken_last_line(tmp_
     with caplog.at_level("INFO"):
         write_steps(path, [3, 4, 5], first_step=3)
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4, 5]
-    assert "cut 3 line(s) of an earlier run from step 3 on" in caplog.text
+    assert "removed 3 line(s) of an earlier run from step 3 on" in caplog.text
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -56,7 +56,7 @@ def test_a_new_run_in_the_same_folder_starts_a_new_file(tmp_path):
 def test_a_line_that_is_no_row_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n[1]\n')
-    with pytest.raises(DataError, match=r"metrics.jsonl, line 2: '\[1\]' -- no row of metrics"):
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2: '\[1\]' -- not a row of metrics"):
         read_metrics(path)
 
 

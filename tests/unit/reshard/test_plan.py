@@ -156,21 +156,21 @@ def test_a_byte_that_no_trainer_holds_is_named() -> None:
     """W3."""
     held = Shard(0, (LocalParam("chunk0.w", (4, 2), (Block("t", (0, 4), (0, 2)),)),))
     needed = Shard(1, (LocalParam("w", (6, 2), (Block("t", (0, 6), (0, 2)),)),))
-    with pytest.raises(ReshardError, match=r"t rows 4:6 cols 0:2 is needed by engines and held by no trainer"):
+    with pytest.raises(ReshardError, match=r"t rows 4:6 cols 0:2 is needed by engine ranks, but on no trainer rank"):
         make_plan([held], [needed])
-    with pytest.raises(ReshardError, match=r"t rows 4:6 cols 0:2 is trained and taken by no engine"):
+    with pytest.raises(ReshardError, match=r"t rows 4:6 cols 0:2 is on trainer ranks, but on no engine rank"):
         make_plan([Shard(0, needed.params)], [Shard(1, held.params)])
-    with pytest.raises(ReshardError, match=r"t is needed by engines and held by no trainer; u is trained and taken"):
+    with pytest.raises(ReshardError, match=r"t is needed by engine ranks, but on no trainer rank; u is on trainer"):
         make_plan([Shard(0, (LocalParam("w", (4,), (Block("u", (0, 4)),)),))], [needed])
 
 
 def test_blocks_that_do_not_fit_their_parameter_are_named() -> None:
     good = Shard(0, (LocalParam("w", (4, 2), (Block("t", (0, 4), (0, 2)),)),))
-    for shape, reason in (((3, 2), "has 3 rows"), ((4, 3), "shapes disagree"), ((4,), "shapes disagree")):
+    for shape, reason in (((3, 2), "has 3 rows"), ((4, 3), "shapes differ"), ((4,), "shapes differ")):
         bad = Shard(1, (LocalParam("fused", shape, good.params[0].blocks),))
         with pytest.raises(ReshardError, match=f"process 1: fused .*{reason}"):
             make_plan([good], [bad])
-    with pytest.raises(ReshardError, match="each only once"):
+    with pytest.raises(ReshardError, match="each listed once"):
         make_plan([good, good], [Shard(1, good.params)])
 
 
@@ -181,12 +181,12 @@ def test_the_proof_refuses_every_kind_of_wrong_move() -> None:
     right = [(halves[0], 0, 0, 0), (halves[1], 1, 0, 0), (halves[0], 0, 2, 0), (halves[1], 0, 2, 1)]
     prove(bundle, right)
     wrong = {
-        "nothing brings it": right[:3],
-        "written doubly": [*right, right[0]],
+        "no move writes it": right[:3],
+        "written twice": [*right, right[0]],
         "process 1 receives it|processes .1. receive it": [*right, (halves[0], 0, 1, 0)],
         "does not need it": [*right, ((4, 5, 0, 2), 1, 0, 0)],
-        "without having it": [*right[:3], (halves[1], 0, 2, 0)],
-        "receives 8 elements, 4 would do": [(halves[0], 1, 0, 0), *right[1:]],
+        "before it has it": [*right[:3], (halves[1], 0, 2, 0)],
+        "receives 8 elements, the minimum is 4": [(halves[0], 1, 0, 0), *right[1:]],
     }
     for reason, moves in wrong.items():
         with pytest.raises(ReshardError, match=reason):
