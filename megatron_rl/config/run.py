@@ -17,7 +17,7 @@ from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.sections.trainer import TrainerConfig
-from megatron_rl.engines import ENGINES, Engine
+from megatron_rl.engines import Engine, engine_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunConfig:
     @property
     def engine(self) -> Engine:
         """The rollout engine, and what it can do."""
-        return ENGINES[self.rollout.name]
+        return engine_of(self.rollout.name)
 
     @property
     def needs_reference(self) -> bool:

@@ -1,13 +1,15 @@
-"""The rollout engines, one file each: what an engine can do, and the class that does it. No torch is imported."""
+"""What each rollout engine can do, and the class that does it: a file for each shipped one, and engines by the path of
+their class. No torch is imported.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
 
-from megatron_rl.engines.record import OPTIONAL_SETTINGS, Engine, Refusal
+from megatron_rl.engines.record import OPTIONAL_SETTINGS, PATH_FORM, Engine, Refusal, engine_by_path
 
-__all__ = ["ENGINES", "OPTIONAL_SETTINGS", "Engine", "Refusal"]
+__all__ = ["ENGINES", "OPTIONAL_SETTINGS", "PATH_FORM", "Engine", "Refusal", "engine_of"]
 
 
 def _listed() -> dict[str, Engine]:
@@ -25,3 +27,8 @@ def _listed() -> dict[str, Engine]:
 
 ENGINES: dict[str, Engine] = _listed()
 """rollout.name -> engine, alphabetical by file."""
+
+
+def engine_of(name: str) -> Engine:
+    """The engine that rollout.name chooses: a shipped one, or the class at a path. KeyError if it is neither."""
+    return engine_by_path(name) if ":" in name else ENGINES[name]

@@ -19,9 +19,10 @@ class Engine:
     implementation: str
     """`module:Class` of the megatron_rl.rollout.engine.RolloutEngine. It is built from EngineSettings; an engine that
     shares weights gets the shared tensors as a second argument."""
-    parameters: Literal["fused", "checkpoint", "none"]
-    """How it stores the model: fused and padded as vLLM does (models/engine.py), under the names of the checkpoint, or
-    not at all. An engine without parameters makes tokens and log-probabilities up: it stands in for one in tests."""
+    parameters: Literal["fused", "checkpoint", "own", "none"]
+    """How it stores the model: fused and padded as vLLM does (models/engine.py), under the names of the checkpoint, in
+    a way of its own (an update is then update_weights with whole tensors), or not at all. An engine without parameters
+    makes tokens and log-probabilities up: it stands in for one in tests."""
     package: str | None = None
     """The Python package that it needs beside torch and transformers."""
     multi_rank: bool = False
@@ -43,6 +44,20 @@ class Engine:
     def runs_model(self) -> bool:
         """Its log-probabilities are a model's, and can be compared with the trainer's."""
         return self.parameters != "none"
+
+    @property
+    def takes_whole_tensors(self) -> bool:
+        """Its updates are update_weights alone, whatever rollout.weight_sync says."""
+        return self.parameters in ("own", "none")
+
+
+PATH_FORM = "package.module:Class"
+"""How an engine of the user's is named."""
+
+
+def engine_by_path(path: str) -> Engine:
+    """The record of an engine that is named by its class: nothing is supposed of what it can do."""
+    return Engine(name=path, implementation=path, parameters="own", stop_texts=False)
 
 
 OPTIONAL_SETTINGS = (

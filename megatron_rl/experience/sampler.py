@@ -12,7 +12,7 @@ from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import FlowError
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import Request, Sampling, check_stop_texts
 from megatron_rl.types import Prompt, Rollouts, SyncReport
 from megatron_rl.workers.engine import EngineWorker
 from megatron_rl.workers.records import UpdateResult
@@ -28,9 +28,12 @@ class Sampler:
         self._group: WorkerGroup | None = None
 
     def start(self, group: WorkerGroup, renderer: Renderer) -> None:
-        """group: workers with engines, running. Publishes the weights that they hold."""
+        """group: workers with engines, running. Publishes the weights that they hold. RolloutError for stop texts
+        that the engine does not see.
+        """
         self._group = group
         self._stop_ids, self._stop_texts = renderer.stops(self._cfg.rollout.stop)
+        check_stop_texts(self._cfg.engine, self._stop_texts)
         group.all(EngineWorker.publish, self.version, expect_change=False)
 
     # Step functions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -9,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.engines import ENGINES
+from megatron_rl.engines import ENGINES, PATH_FORM, Engine, engine_of
 from megatron_rl.errors import Fault, RolloutError
 from megatron_rl.types import Samples
 
@@ -141,6 +142,14 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
+def check_stop_texts(engine: Engine, stop: Sequence[str]) -> None:
+    """Refuse texts (Sampling.stop) that the engine would not end a response at. Raises RolloutError."""
+    if stop and not engine.stop_texts:
+        able = " or ".join(name for name, other in ENGINES.items() if other.stop_texts)
+        cure = f"stop at a special token, or use {able}"
+        raise _refused("rollout.stop", list(stop), f"the engine {engine.name} sees no text", cure)
+
+
 def check_requests(
     requests: Sequence[Request], sampling: Sampling, settings: EngineSettings, weight_version: int
 ) -> None:
@@ -148,10 +157,6 @@ def check_requests(
     max_model_len, vocab_size = settings.max_model_len, settings.vocab_size
     if weight_version < 0:
         raise RolloutError("generate before the first update of weights: the engine's are not the trainer's yet")
-    if sampling.stop and not ENGINES[settings.name].stop_texts:
-        able = " or ".join(name for name, engine in ENGINES.items() if engine.stop_texts)
-        cure = f"stop at a special token, or use {able}"
-        raise _refused("rollout.stop", list(sampling.stop), f"the engine {settings.name} sees no text", cure)
     for i, request in enumerate(requests):
         if not request.token_ids:
             raise RolloutError(f"request {i} has an empty prompt; a model needs at least one token to go on from")
@@ -194,18 +199,51 @@ def _refused(key: str, value: object, reason: str, cure: str) -> RolloutError:
 
 
 def make_engine(settings: EngineSettings, shared: Mapping[str, torch.Tensor] | None = None) -> RolloutEngine:
-    """Build the engine that settings.name says (megatron_rl/engines). Raises RolloutError if it cannot be built so.
+    """Build the engine that settings.name says (megatron_rl/engines). Raises RolloutError if it cannot be built so, or
+    if its class is no RolloutEngine.
 
     shared: engine parameter -> trainer's tensor of the same shape, dtype and device whose memory it takes
     (reshard/alias.py says which can). Their storages must stay where they are.
     """
-    engine = ENGINES.get(settings.name)
-    if engine is None:
-        raise _refused("rollout.name", settings.name, "there is no such engine", f"use {', '.join(ENGINES)}")
+    try:
+        engine = engine_of(settings.name)
+    except KeyError:
+        cure = f"use {', '.join(ENGINES)}, or {PATH_FORM}"
+        raise _refused("rollout.name", settings.name, "there is no such engine", cure) from None
     if len(settings.ranks) > 1 and not engine.multi_rank:
         raise _refused("rollout.tp", len(settings.ranks), f"the engine {engine.name} runs on one rank", "set it to 1")
     if shared and not engine.shares_weights:
         raise _refused("rollout.share_weights", True, f"the engine {engine.name} cannot share", "set it to false")
+    build = _engine_class(engine)
+    built = build(settings, shared or {}) if engine.shares_weights else build(settings)
+    _refuse_incomplete(engine, _PROPERTIES - set(dir(built)))
+    return built
+
+
+_MEMBERS = {name: member for name, member in vars(RolloutEngine).items() if not name.startswith("_")}
+_METHODS = {name for name, member in _MEMBERS.items() if inspect.isfunction(member)}
+_PROPERTIES = _MEMBERS.keys() - _METHODS
+
+
+def _engine_class(engine: Engine) -> Callable[..., RolloutEngine]:
+    """The class of an engine, which has every method of RolloutEngine."""
     module, _, name = engine.implementation.partition(":")
-    build: Callable[..., RolloutEngine] = getattr(import_module(module), name)
-    return build(settings, shared or {}) if engine.shares_weights else build(settings)
+    try:
+        found: object = vars(import_module(module)).get(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        cure = "correct the path, install the package, or put its folder on PYTHONPATH"
+        raise _refused("rollout.name", engine.name, f"there is no module {error.name}", cure) from error
+    if not isinstance(found, type):
+        raise _refused("rollout.name", engine.name, f"{module} has no class {name}", "correct the path")
+    # A class may name the protocol as its base; the methods that are in it alone do nothing.
+    own = {method for base in found.__mro__ if base is not RolloutEngine for method in vars(base)}
+    _refuse_incomplete(engine, _METHODS - own)
+    return found
+
+
+def _refuse_incomplete(engine: Engine, missing: set[str]) -> None:
+    if missing:
+        reason = f"its class lacks {', '.join(sorted(missing))}"
+        raise _refused("rollout.name", engine.name, reason, "add what rollout/engine.py, RolloutEngine, has")

@@ -125,7 +125,7 @@ def start_engine(
 
     model = actor.model
     settings = engine_settings(cfg, model.shape, device, layout, rank)
-    if cfg.engine.parameters == "none" or cfg.rollout.weight_sync == "full":
+    if cfg.engine.takes_whole_tensors or cfg.rollout.weight_sync == "full":
         engine = make_engine(settings)
         return engine, _full_publisher(engine, actor, memory, DTYPES[settings.dtype])
     shape = model.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.quickstart.make_data import make
 from tests.helpers.config import base_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +89,39 @@ def test_what_the_diffs_add_works(changed: Path) -> None:
     command = [sys.executable, "-c", USE, *base_settings(changed)]
     done = subprocess.run(command, cwd=changed, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_engine_of_one_file_trains(changed: Path, tmp_path: Path) -> None:
+    make(tmp_path / "data", seed=0)
+    settings = {
+        "model.path": tmp_path / "data" / "model",
+        "model.init": "random",
+        "model.dtype": "float32",
+        "data.train_files": tmp_path / "data" / "train.parquet",
+        "data.chat_template": "plain",
+        "data.max_prompt_length": 12,
+        "data.max_response_length": 8,
+        "data.train_batch_size": 2,
+        "rollout.name": "my_engine:Echo",
+        "rollout.n": 2,
+        "reward.function": "exact_match",
+        "reward.num_workers": 1,
+        "trainer.total_training_steps": 1,
+        "trainer.test_freq": 0,
+        "trainer.default_local_dir": tmp_path / "runs",
+        "cluster.backend": "inline",
+        "cluster.device": "cpu",
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    environment = {**os.environ, "PYTHONPATH": str(changed)}
+    for verb in ("check", "train"):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_rl", verb, *overrides],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    metrics = next((tmp_path / "runs").rglob("metrics.jsonl")).read_text(encoding="utf-8").splitlines()
+    assert len(metrics) == 1 and json.loads(metrics[0])["length/cut_share"] == 1.0, metrics
 
 
 def test_a_loss_and_an_estimator_go_from_the_config_to_an_objective(changed: Path) -> None:

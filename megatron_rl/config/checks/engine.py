@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 
 from megatron_rl.config.checks.model import ModelShapes
 from megatron_rl.config.checks.words import divisors, listed, longest_sequence, ranks
 from megatron_rl.config.run import RunConfig
-from megatron_rl.engines import ENGINES, Engine
+from megatron_rl.engines import ENGINES, PATH_FORM, Engine
 from megatron_rl.errors import Fault
 from megatron_rl.models.engine import VOCAB_PADDING, engine_tp_choices
 
@@ -15,6 +17,36 @@ from megatron_rl.models.engine import VOCAB_PADDING, engine_tp_choices
 def _engines(can: Callable[[Engine], bool]) -> str:
     """The setting that chooses an engine with a capability, for a cure."""
     return f"rollout.name={' or '.join(name for name, engine in ENGINES.items() if can(engine))}"
+
+
+def engine_path(cfg: RunConfig) -> list[Fault]:
+    """An engine that is named by its class has a module. Nothing of it is imported: it may need torch."""
+    name = cfg.rollout.name
+    module, colon, cls = name.partition(":")
+    if not cfg.needs.rollouts or not colon:
+        return []
+    parts = module.split(".")
+    if not cls.isidentifier() or not all(part.isidentifier() for part in parts):
+        cure = f"write {PATH_FORM}, or use {', '.join(ENGINES)}"
+        return [Fault("rollout.name", name, "is no path of a class", cure)]
+    missing = _missing_module(parts)
+    if missing is None:
+        return []
+    cure = "correct the path, install the package, or put its folder on PYTHONPATH"
+    return [Fault("rollout.name", name, f"there is no module {missing}", cure)]
+
+
+def _missing_module(parts: Sequence[str]) -> str | None:
+    """The first of package, package.module, ... that is not found; None if all are. Without importing the parents."""
+    # This process's main module is another one on the workers.
+    spec = None if parts[0] == "__main__" else importlib.util.find_spec(parts[0])
+    for depth, part in enumerate(parts[1:], start=1):
+        if spec is None:
+            return ".".join(parts[:depth])
+        # By the last name alone: a namespace package would look its parent up among the imported modules.
+        folders = spec.submodule_search_locations
+        spec = None if folders is None else PathFinder.find_spec(part, list(folders))
+    return ".".join(parts) if spec is None else None
 
 
 def engine_layout(cfg: RunConfig) -> list[Fault]:

@@ -56,6 +56,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(critic.critic_sizes),
     Check(critic.critic_warmup),
     Check(layout.actor_layout),
+    Check(engine.engine_path),
     Check(engine.engine_layout),
     Check(engine.engine_keywords),
     Check(sampling.stop_texts),

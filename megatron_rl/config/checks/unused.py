@@ -88,9 +88,10 @@ def _unread_of_rollout(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     unread = [key for key in OPTIONAL_SETTINGS if key not in engine.settings]
     unread += [] if engine.shares_weights else ["share_weights"]
     yield from ((key, f"the engine {engine.name} does not read it") for key in unread)
-    if engine.parameters == "none":
-        yield "weight_sync", f"the engine {engine.name} has no weights"
-    if rollout.weight_sync == "full":
+    if engine.takes_whole_tensors:
+        what = "takes whole tensors" if engine.runs_model else "has no weights"
+        yield from ((key, f"the engine {engine.name} {what}") for key in ("weight_sync", "sync_bucket_mb"))
+    elif rollout.weight_sync == "full":
         keys = ("share_weights", "sync_bucket_mb") if engine.shares_weights else ("sync_bucket_mb",)
         yield from ((key, "rollout.weight_sync is full") for key in keys)
     elif cfg.world_size == 1:

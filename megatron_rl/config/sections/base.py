@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, cast
 
-from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, ValidatorFunctionWrapHandler
 from pydantic_core.core_schema import (
     CoreSchema,
     literal_schema,
     no_info_before_validator_function,
+    no_info_wrap_validator_function,
     tagged_union_schema,
 )
 
@@ -31,9 +32,21 @@ class OneOf:
     """The choices of a text key, where a table holds them: `Literal` of names that are known at run time."""
 
     names: tuple[str, ...]
+    path: str = ""
+    """Form of the other values that are taken, each with a colon; empty: there are none."""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The choices as a reader is told them."""
+        return (*self.names, self.path) if self.path else self.names
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return literal_schema(list(self.names))
+        names = literal_schema(list(self.names))
+        return no_info_wrap_validator_function(self._or_path, names) if self.path else names
+
+    @staticmethod
+    def _or_path(value: object, one_of_names: ValidatorFunctionWrapHandler) -> object:
+        return value if isinstance(value, str) and ":" in value else one_of_names(value)
 
 
 OneOrMany = BeforeValidator(_one_as_list)

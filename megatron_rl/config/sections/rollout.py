@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megatron_rl.config.sections.base import OneOf, section
-from megatron_rl.engines import ENGINES
+from megatron_rl.engines import ENGINES, PATH_FORM
 
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -28,8 +28,9 @@ class ValSamplingConfig:
 
 @section
 class RolloutConfig:
-    name: Annotated[str, OneOf(tuple(ENGINES))] = "vllm"
-    """Engine: vllm, hf (transformers: slow, for comparison), or fake (deterministic, without a model, for tests)."""
+    name: Annotated[str, OneOf(tuple(ENGINES), PATH_FORM)] = "vllm"
+    """Engine: vllm, hf (transformers: slow, for comparison), fake (deterministic, without a model, for tests), or one
+    of yours, by the path of its class."""
     n: PositiveInt = 8
     """Samples per prompt."""
     temperature: PositiveFloat = 1.0

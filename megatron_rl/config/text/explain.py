@@ -144,7 +144,7 @@ def refused_choice(key: Key, shown: str, value: object) -> Fault:
 
 def _choices(annotation: object) -> list[Any]:
     if isinstance(annotation, OneOf):
-        return list(annotation.names)
+        return list(annotation.shown)
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]

@@ -68,7 +68,7 @@ def kind_text(annotation: object) -> str:
 
 
 def _choices_of(metadata: Sequence[object]) -> str:
-    return next((" | ".join(one.names) for one in metadata if isinstance(one, OneOf)), "")
+    return next((" | ".join(one.shown) for one in metadata if isinstance(one, OneOf)), "")
 
 
 def _bounds(metadata: Sequence[object]) -> Iterator[str]:

@@ -15,8 +15,9 @@ from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import SftSet, load_sft
+from megatron_rl.engines import ENGINES
 from megatron_rl.errors import CheckpointError, DataError, RolloutError
-from megatron_rl.rollout.engine import EngineSettings, Request, Sampling
+from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, check_stop_texts
 from megatron_rl.rollout.fake import FakeEngine
 from megatron_rl.runs.summary import summary_lines
 from megatron_rl.types import Samples
@@ -305,8 +306,9 @@ def test_the_fake_engine_refuses_what_it_cannot_see(tmp_path: Path):
     engine = FakeEngine(engine_settings(base_folder(tmp_path / "model"), "fake", needs_text=True))
     engine.update_weights({}.items(), 0)
     assert len(engine.generate([Request((1,))], Sampling(1, 1.0, 1.0, -1, 4, (0,)))) == 1
+    check_stop_texts(ENGINES["fake"], ())
     with pytest.raises(RolloutError, match="the engine fake sees no text -- stop at a special token, or use hf"):
-        engine.generate([Request((1,))], Sampling(1, 1.0, 1.0, -1, 4, (0,), ("9",)))
+        check_stop_texts(ENGINES["fake"], ("9",))
 
 
 def test_the_tokenizers_own_end_token_is_replaced_in_templates_too(tmp_path: Path):
