@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.sections.data import RESERVED_KEYWORDS, DataConfig
-from megatron_rl.data.conversation import MEDIA, TEXT_ALONE, is_empty, mask_says, short
+from megatron_rl.data.conversation import MEDIA, TEXT_ALONE, is_empty, mask_says
 from megatron_rl.data.files import BadRow, find_value
 from megatron_rl.data.formats import Values, json_text
+from megatron_rl.messages import short
 
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "label")
 EXTRA_INFO_KEYS = ("extra_info", "metadata")

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.data.files import BadRow
 from megatron_rl.data.formats import json_text
+from megatron_rl.messages import short
 
 Message = dict[str, Any]
 
@@ -81,12 +82,6 @@ def check_messages(messages: object) -> None:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str) and not (key == "content" and _calls(message)):
                 raise BadRow(f"message {number} has {key} = {short(message.get(key))} -- give a string")
-
-
-def short(value: object) -> str:
-    """A value as errors show it, at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def mask_says(value: object) -> bool | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megatron_rl.config.checks.data_paths import GIVE, data_files, dataset_shards
 from megatron_rl.data.formats import read_arrow, read_file
 from megatron_rl.errors import DataError
+from megatron_rl.messages import first_lines
 
 NUM_SHOWN = 10
 
@@ -41,9 +42,7 @@ def refuse_bad_rows(bad: Sequence[tuple[DataRow, str]], num_rows: int, what: str
     if not bad:
         return
     head = f"{len(bad)} of {num_rows} {what} rows cannot be used:"
-    lines = [f"  {row.where}: {reason}" for row, reason in bad[:NUM_SHOWN]]
-    if len(bad) > NUM_SHOWN:
-        lines.append(f"  ... and {len(bad) - NUM_SHOWN} more")
+    lines = first_lines((f"{row.where}: {reason}" for row, reason in bad), NUM_SHOWN)
     raise DataError("\n".join([head, *lines]))
 
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.checks.data_paths import kind_of, stem_of
 from megatron_rl.errors import DataError, MissingDependency
+from megatron_rl.messages import first_of
 
 Values = dict[str, Any]
 """Column -> value of one row, as its writer meant it: plain Python values of any kind"""
@@ -401,8 +402,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _shown(names: list[str]) -> str:
-    shown = ", ".join(ascii(name) for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return first_of(map(ascii, names), 5)
 
 
 def _first_line(error: BaseException) -> str:

@@ -36,6 +36,7 @@ from megatron_rl.data.formats import Values
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.tokenized import Rendered, render_rows
 from megatron_rl.errors import DataError
+from megatron_rl.messages import first_lines
 from megatron_rl.types import Prompt
 
 
@@ -135,9 +136,7 @@ def refuse_overlong(overlong: Sequence[Length], num_rows: int, limit: int, noun:
         f"(the longest has {longest}) -- raise {key} to {longest}, or set data.overlong_prompts to filter or "
         "truncate:"
     )
-    lines = [f"  {length.row.where}: {length.num_tokens} tokens" for length in overlong[:NUM_SHOWN]]
-    if len(overlong) > NUM_SHOWN:
-        lines.append(f"  ... and {len(overlong) - NUM_SHOWN} more")
+    lines = first_lines((f"{length.row.where}: {length.num_tokens} tokens" for length in overlong), NUM_SHOWN)
     raise DataError("\n".join([head, *lines]))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.data.batching import MicroBatches
 from megatron_rl.errors import NonFiniteError
+from megatron_rl.messages import first_of
 from megatron_rl.types import BadMicroBatch, StepReport
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,4 @@ def _places(bad: Sequence[BadMicroBatch], ranks: Sequence[MicroBatches], rows: S
 
 
 def _listed(rows: Sequence[str]) -> str:
-    names = list(dict.fromkeys(rows))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return first_of(dict.fromkeys(rows), _SHOWN)

@@ -16,6 +16,7 @@ from megatron_rl.errors import NonFiniteError
 from megatron_rl.mcore.build import Model
 from megatron_rl.mcore.convert import chunk_params, largest
 from megatron_rl.mcore.packing import MicroBatch
+from megatron_rl.messages import first_of
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import dp_rank, expert_group, pp_group, tp_group
 from megatron_rl.types import BadMicroBatch
@@ -113,12 +114,6 @@ def refuse_bad_weights(model: Model, *, what: str, consequence: str, limit: floa
     ranks = ", ".join(str(rank) for rank, found in enumerate(by_rank) if found)
     raise NonFiniteError(
         f"{what}: {len(names)} tensors hold numbers that are not finite, or that pass {limit:.4g}, the most that the "
-        f"precision they go to can hold (ranks {ranks}): {listed(names)} -- {consequence} "
+        f"precision they go to can hold (ranks {ranks}): {first_of(names, _SHOWN)} -- {consequence} "
         "-- lower actor.optim.lr (critic.optim.lr), or begin again from an earlier save"
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -14,8 +14,3 @@ def parameters(model: Model) -> dict[str, torch.nn.Parameter]:
         for number, chunk in enumerate(model.bare_chunks)
         for name, param in chunk.named_parameters()
     }
-
-
-def live_parameters(model: Model) -> dict[str, torch.Tensor]:
-    """Name -> current memory of each parameter, not copies. Call Model.complete_params first."""
-    return {name: param.detach() for name, param in parameters(model).items()}

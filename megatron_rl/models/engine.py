@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_rl.errors import ReshardError
+from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import Family, LocalParam, Rule, hf_shapes
 from megatron_rl.models.shape import ModelShape
@@ -125,8 +126,7 @@ def live_params(params: Iterable[LocalParam], live: Mapping[str, tuple[int, ...]
     known = {param.name for param in renamed}
     faults += [f"the engine's {name} is in no table" for name in live if name not in known]
     if faults:
-        shown = "; ".join(faults[:20]) + ("" if len(faults) <= 20 else f"; and {len(faults) - 20} more")
-        raise ReshardError(f"the engine's parameters are not those of its table: {shown}")
+        raise ReshardError(f"the engine's parameters are not those of its table: {first_of(faults, 20, '; ')}")
     return tuple(renamed)
 
 

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_rl.errors import ReshardError
+from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import LocalParam
 from megatron_rl.reshard.solve import Bundle, Loads, Placement, Rect, Solved, merge_rects, solve
@@ -375,5 +376,4 @@ def _same_tensors(held: _Side, needed: _Side) -> None:
     faults = [f"{name} is needed by engine ranks, but on no trainer rank" for name in missing]
     faults += [f"{name} is on trainer ranks, but on no engine rank" for name in surplus]
     if faults:
-        more = "" if len(faults) <= 20 else f"; and {len(faults) - 20} more"
-        raise ReshardError("; ".join(faults[:20]) + more)
+        raise ReshardError(first_of(faults, 20, "; "))

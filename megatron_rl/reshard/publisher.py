@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.errors import MegatronRLError, ReshardError
+from megatron_rl.messages import first_of
 from megatron_rl.parallel.p2p import RankStatus
 from megatron_rl.reshard.execute import Fingerprint, Tensors, TensorSet, Transfer
 from megatron_rl.types import SyncReport
@@ -155,7 +156,7 @@ class ReshardPublisher:
         has_changed = not faults and changed()
         key = f"{transfer.plan.digest} {transfer.key} {version} {expect_change}"
         # No rank moves a byte before all have said that they are about to do the same, and can.
-        statuses = transfer.group.agree(phase, key, flag=has_changed, fault=_listed(faults))
+        statuses = transfer.group.agree(phase, key, flag=has_changed, fault=first_of(faults, _SHOWN, "; "))
         _require_consensus(statuses, phase)
         if expect_change and not any(status.flag for status in statuses):
             raise ReshardError(_unchanged(version))
@@ -261,11 +262,6 @@ def _require_consensus(statuses: Sequence[RankStatus], phase: str) -> None:
 
 def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _listed(faults: Sequence[str]) -> str:
-    more = "" if len(faults) <= _SHOWN else f"; and {len(faults) - _SHOWN} more"
-    return "; ".join(faults[:_SHOWN]) + more
 
 
 def _unchanged(version: int) -> str:

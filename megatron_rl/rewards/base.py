@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 from megatron_rl.config.checks.reward_terms import LARGEST_SCORE
 from megatron_rl.errors import RewardError
+from megatron_rl.messages import short
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def shown(sample: RewardSample) -> str:
     """A sample in a few words: where its row is, its data source, and the start of its texts."""
     place = f"{sample.where}, " if sample.where else ""
     return (
-        f"{place}data source {sample.data_source!r}, response {_short(sample.solution_str)}, "
-        f"ground truth {_short(sample.ground_truth)}"
+        f"{place}data source {sample.data_source!r}, response {short(sample.solution_str, 80)}, "
+        f"ground truth {short(sample.ground_truth, 80)}"
     )
 
 
@@ -130,7 +131,7 @@ def to_results(returned: object, count: int, name: str, failed_score: float | No
     answers = tolist() if callable(tolist) else returned
     if not isinstance(answers, list | tuple):
         raise RewardError(
-            f"reward {name} returned {_short(returned)} ({type(returned).__name__}) for a batch of {count} "
+            f"reward {name} returned {short(returned, 80)} ({type(returned).__name__}) for a batch of {count} "
             "-- return a list, an array or a tensor with one score for each sample"
         )
     if len(answers) != count:
@@ -176,16 +177,8 @@ def _number(value: object, name: str, verb: str) -> float:
     if plain is None:
         raise RewardError(f"reward {name} {verb} None, which is no score -- return a number for every sample")
     if not isinstance(plain, bool | int | float):
-        raise RewardError(f"reward {name} {verb} {_short(value)} ({type(value).__name__}) -- return a number")
+        raise RewardError(f"reward {name} {verb} {short(value, 80)} ({type(value).__name__}) -- return a number")
     reason = number_fault(plain)
     if reason is not None:
-        raise RewardError(f"reward {name} {verb} {_short(plain)} -- {reason}")
+        raise RewardError(f"reward {name} {verb} {short(plain, 80)} -- {reason}")
     return float(plain)
-
-
-def _short(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more digits than Python writes
-        text = f"a number of {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."

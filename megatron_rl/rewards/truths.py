@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.config.checks.reward_terms import First, Reward, Sum, Term
 from megatron_rl.errors import DataError
+from megatron_rl.messages import first_lines, short
 from megatron_rl.rewards.answers import only_number
 from megatron_rl.rewards.base import RewardSample
 from megatron_rl.rewards.verl import known_sources, rule_of
@@ -88,9 +89,8 @@ def refuse_unscorable(
     lines = list(sources)
     if bad:
         lines.append(f"{len(bad)} of {len(samples)} rows cannot be scored by their reward:")
-        lines += [f"  {samples[number].where or f'row {number}'}: {bad[number]}" for number in sorted(bad)[:NUM_SHOWN]]
-    if len(bad) > NUM_SHOWN:
-        lines.append(f"  ... and {len(bad) - NUM_SHOWN} more")
+        rows = (f"{samples[number].where or f'row {number}'}: {bad[number]}" for number in sorted(bad))
+        lines += first_lines(rows, NUM_SHOWN)
     if lines:
         raise DataError("\n".join(lines))
 
@@ -154,7 +154,7 @@ def _numeric(sample: RewardSample) -> str | None:
     if truth is None:
         return MISSING
     if isinstance(truth, bool) or only_number(str(truth)) is None:
-        return f"the ground truth {_short(truth)} is no number -- use the reward exact_match or math, or correct it"
+        return f"the ground truth {short(truth)} is no number -- use the reward exact_match or math, or correct it"
     return None
 
 
@@ -171,7 +171,7 @@ def _math(sample: RewardSample) -> str | None:
         reason = "has braces that do not close"
     else:
         return None
-    return f"the ground truth {_short(truth)} {reason}, and so is no expression -- correct it, or use exact_match"
+    return f"the ground truth {short(truth)} {reason}, and so is no expression -- correct it, or use exact_match"
 
 
 def _is_closed(text: str) -> bool:
@@ -206,7 +206,7 @@ def _code(sample: RewardSample) -> str | None:
             if not case.is_value and case.epilogue:
                 compile(case.epilogue, "the tests", "exec")
     except SyntaxError as error:
-        reason = f"the ground truth {_short(sample.ground_truth)} holds tests that are no Python ({error.msg}"
+        reason = f"the ground truth {short(sample.ground_truth)} holds tests that are no Python ({error.msg}"
         return f"{reason}, line {error.lineno}) -- correct them"
     except ValueError as error:
         return str(error)
@@ -223,12 +223,7 @@ def _by_source(sample: RewardSample) -> str | None:
     if fault is None:
         return None
     cure = f"correct it, or name another reward in reward.by_source: {{{sample.data_source}: ...}}"
-    return f"the ground truth {_short(truth)} {fault} (verl's rule for {sample.data_source!r}) -- {cure}"
-
-
-def _short(truth: object) -> str:
-    text = repr(truth)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"the ground truth {short(truth)} {fault} (verl's rule for {sample.data_source!r}) -- {cure}"
 
 
 CHECKS: dict[str, Callable[[RewardSample], str | None]] = {

@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.engines import ENGINES, PATH_FORM, Engine, engine_of
 from megatron_rl.errors import Fault, RolloutError
+from megatron_rl.messages import first_of
 from megatron_rl.types import Samples
 
 
@@ -180,18 +181,18 @@ def whole_update(
 
     RolloutError names a tensor that is not; and, at the end, those that never came: an engine would keep noise there.
     """
-    left = dict(expected)
+    missing = dict(expected)
     for name, tensor in tensors:
-        shape = left.pop(name, None)
+        shape = missing.pop(name, None)
         if shape is None:
             reason = "came twice" if name in expected else f"is no tensor of the model of {model_path}"
             raise RolloutError(f"update_weights: {name} {reason}")
         if tuple(tensor.shape) != shape:
             raise RolloutError(f"update_weights: {name} is {list(tensor.shape)}, config.json says {list(shape)}")
         yield name, tensor
-    if left:
-        shown = ", ".join(list(left)[:20]) + (f" and {len(left) - 20} more" if len(left) > 20 else "")
-        raise RolloutError(f"update_weights: no value for {shown}; copy the whole model to {model_path}")
+    if missing:
+        names = first_of(missing, 20)
+        raise RolloutError(f"update_weights: no value for {names}; copy the whole model to {model_path}")
 
 
 def _refused(key: str, value: object, reason: str, cure: str) -> RolloutError:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
 from megatron_rl.weights.companions import copy_companions, open_to_umask, set_chat_template
 from megatron_rl.weights.end_token import name_end_token
@@ -111,7 +112,7 @@ class SafetensorsSource:
             if shape != expected[name]:
                 faults.append(f"{name} is {list(shape)}, config.json says {list(expected[name])}")
         if faults:
-            shown = "; ".join(faults[:20]) + ("" if len(faults) <= 20 else f"; and {len(faults) - 20} more")
+            shown = first_of(faults, _SHOWN, "; ")
             raise CheckpointError(f"{self.path}: weights do not fit config.json: {shown}")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,10 +175,7 @@ def refuse_nonfinite(place_of: Mapping[str, str]) -> None:
     by_place: dict[str, list[str]] = {}
     for name, place in place_of.items():
         by_place.setdefault(place, []).append(name)
-    parts: list[str] = []
-    for place, names in by_place.items():
-        more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        parts.append(f"{place}: {', '.join(names[:_SHOWN])}{more}")
+    parts = [f"{place}: {first_of(names, _SHOWN)}" for place, names in by_place.items()]
     raise CheckpointError(
         f"{len(place_of)} tensors hold numbers that are not finite (nan, inf, or beyond the precision that they are "
         f"loaded in): {' | '.join(parts)} -- copy the folder again, or take an earlier save"

@@ -19,7 +19,7 @@ from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stack import needs_cpu_engine
 from tests.helpers.tiny import load_hf_model, random_batch, save_tiny
-from tests.helpers.training import build, train_step
+from tests.helpers.training import build, live_parameters, train_step
 
 PROMPTS = ((5, 17, 9), (40,) * 20, tuple(range(2, 120)) * 2)
 NEW_TOKENS = 8
@@ -83,7 +83,7 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     from megatron.core import parallel_state
 
     from megatron_rl.algos.token_losses import nll_loss
-    from megatron_rl.mcore import convert, shards
+    from megatron_rl.mcore import convert
     from megatron_rl.parallel.topology import topology_of
     from megatron_rl.trainers.placement import engine_order
     from megatron_rl.workers.colocated import engine_layout, start_engine
@@ -97,7 +97,7 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     layout = engine_layout(cfg, order)
     engine, publisher = start_engine(cfg, TrainedModel(trainable), RankMemory(), layout, device="cpu", rank=rank)
     found: dict[str, Any] = {"order": order, "part": engine.part, "shared": sorted(engine.shared)}
-    addresses = {name: tensor.data_ptr() for name, tensor in shards.live_parameters(policy).items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in live_parameters(policy).items()}
     for version in (0, 1):
         found[f"sync {version}"] = publisher.publish(version, expect_change=version > 0)
         found[f"export {version}"] = {name: tensor.clone() for name, tensor in convert.export_hf(policy)}
@@ -111,7 +111,7 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
         found[f"gap {version}"] = gap if last_stage else 0.0
         if version == 0:
             train_step(trainable, [random_batch(7, (30, 41), 128)], nll_loss, 1.0)
-    found["stay"] = addresses == {name: one.data_ptr() for name, one in shards.live_parameters(policy).items()}
+    found["stay"] = addresses == {name: one.data_ptr() for name, one in live_parameters(policy).items()}
     found["refused"] = ""
     if engine.shared:
         with pytest.raises(RolloutError, match="are the trainer's own memory"):

@@ -50,6 +50,13 @@ def build(
     return build.make_trainable(policy, actor.optim, total_steps)
 
 
+def live_parameters(model: Any) -> dict[str, torch.Tensor]:
+    """chunk{c}.{name} -> current memory of each parameter, not copies. Call Model.complete_params first."""
+    from megatron_rl.mcore.shards import parameters
+
+    return {name: param.detach() for name, param in parameters(model).items()}
+
+
 def folder_logprobs(rank: int, world: int, folders: list[str], batch: TrainBatch) -> list[torch.Tensor]:
     """For run_ranks: the log-probabilities of `batch` [T] under the model of each folder, in float32, on one rank."""
     from megatron_rl.mcore import cpu

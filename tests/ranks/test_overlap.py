@@ -10,7 +10,7 @@ import torch
 from megatron_rl.algos.token_losses import nll_loss
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
-from tests.helpers.training import build, forward_logprobs, make_actor, my_micro_batches, train_step
+from tests.helpers.training import build, forward_logprobs, live_parameters, make_actor, my_micro_batches, train_step
 
 LENGTHS = (5, 16, 9, 12, 4, 4, 4)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_bucket_size": 20000}
@@ -30,8 +30,6 @@ def _exported(trainable: Any) -> Weights:
 
 
 def _published(trainable: Any) -> Weights:
-    from megatron_rl.mcore.shards import live_parameters
-
     trainable.model.complete_params()
     return {name: tensor.clone() for name, tensor in live_parameters(trainable.model).items()}
 

@@ -22,7 +22,7 @@ from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.shards import trainer_shards
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import save_tiny
-from tests.helpers.training import build, make_actor
+from tests.helpers.training import build, live_parameters, make_actor
 
 CAP = 64 << 10
 # Not a multiple of 64 or of tp 4: both sides pad it, each in its own way.
@@ -125,7 +125,6 @@ def _case(rank: int, world: int, folder: str, case: Case) -> list[Any]:
     from megatron.core import parallel_state
 
     from megatron_rl.mcore import convert
-    from megatron_rl.mcore.shards import live_parameters
     from megatron_rl.parallel.p2p import P2PGroup
     from megatron_rl.reshard.execute import Transfer
     from megatron_rl.reshard.plan import make_plan

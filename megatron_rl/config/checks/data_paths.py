@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
+from megatron_rl.messages import first_of
 
 KINDS = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 """Endings of the files that are read, in any case."""
@@ -72,9 +73,8 @@ def data_files(key: str, paths: Sequence[str]) -> tuple[list[Path], list[Fault]]
 
 
 def _named_again(name: str, path: str, again: dict[str, str]) -> Fault:
-    shown = ", ".join(f"{found} is {before}" for found, before in list(again.items())[:NUM_NAMED])
-    more = f" and {len(again) - NUM_NAMED} more" if len(again) > NUM_NAMED else ""
-    reason = f"its rows would be read twice: {shown}{more}"
+    shown = first_of((f"{found} is {before}" for found, before in again.items()), NUM_NAMED)
+    reason = f"its rows would be read twice: {shown}"
     return Fault(name, path, reason, "name each file once; data.mix_weights gives a source more weight")
 
 

@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 from megatron_rl.config.text.reader import Entry, parse_value
 from megatron_rl.config.text.schema import join_key, split_key
 from megatron_rl.errors import Fault
+from megatron_rl.messages import cut
 
 Tree: TypeAlias = "dict[str, Tree]"
 """Names in names, down to keys, which are empty."""
@@ -282,5 +283,4 @@ def _parsed(text: str) -> object:
 
 
 def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return cut(str(value), 120)

@@ -19,6 +19,7 @@ from yaml.composer import ComposerError
 from megatron_rl.config.text import yaml_limits
 from megatron_rl.config.text.schema import Names, join_key, split_setting
 from megatron_rl.errors import Fault
+from megatron_rl.messages import cut
 
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = re.compile(
@@ -287,4 +288,4 @@ def parse_value(text: str) -> tuple[object, str]:
 
 def _short(text: str) -> str:
     first = text.strip().splitlines()[0] if text.strip() else ""
-    return first if len(first) <= 60 else first[:57] + "..."
+    return cut(first)

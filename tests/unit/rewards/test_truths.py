@@ -186,6 +186,7 @@ def test_a_run_is_refused_before_workers_start_and_writes_nothing(
     prompts = load_prompts(cfg.data, [str(data)], renderer).prompts
     before = sorted(tmp_path.rglob("*"))
     rewards = RunRewards(cfg)
+    rewards.start()
     try:
         with pytest.raises(DataError) as error:
             rewards.preflight(prompts)
