@@ -123,6 +123,7 @@ def _refuse_bad(sizes: Mapping[str, Sequence[torch.Tensor]], source: WeightSourc
     names = [name for name, parts in sizes.items() for _ in parts]
     finite = torch.stack([size for parts in sizes.values() for size in parts]).isfinite().tolist()
     here = sorted({name for name, well in zip(names, finite, strict=True) if not well})
+    # Ranks with good weights come too, so that all of them refuse the folder.
     bad = sorted({name for names in gathered(here) for name in names})
     refuse_nonfinite({name: source.place(name) for name in bad})
 
@@ -179,6 +180,7 @@ def _gathered(
     split = any(shard.blocks != shards[0].blocks for shard in shards)
     parts = [local] if not split else [torch.empty_like(local) for _ in shards]
     if split:
+        # Every rank of the stage comes: `split` follows from the table of all shards, not from this rank's own.
         torch.distributed.all_gather(parts, local.contiguous(), group=group)
     whole = {name: local.new_empty(shapes[name]) for name in _names(shards)}
     for shard, part in zip(shards[: len(parts)], parts, strict=True):
@@ -205,6 +207,7 @@ def _from_stage(
         if group.size() > 1:
             if tensor is None:
                 tensor = like.new_empty(shapes[name])
+            # Every stage comes, in the order of `names`, whether it has the tensor or receives it.
             torch.distributed.broadcast(tensor, group_src=stage, group=group)
         assert tensor is not None
         yield name, tensor

@@ -35,6 +35,7 @@ def bad_losses(micros: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> 
         if bool(wrong.any()):
             sequences = micro.columns["segment_ids"][wrong].unique().tolist()
             found.append(BadMicroBatch(rank, dp_rank(), number, tuple(sequences), "loss"))
+    # Ranks of earlier stages have no losses and come too: all go on to bad_gradients, or none does.
     return [one for part in gathered(found) for one in part]
 
 
@@ -107,6 +108,7 @@ def refuse_bad_weights(model: Model, *, what: str, consequence: str, limit: floa
     """
     model.complete_params()
     limit = min(limit, torch.finfo(model.config.params_dtype).max)
+    # Ranks whose tensors are finite come too, so that all of them raise.
     by_rank = gathered(bad_tensors(model, limit))
     names = sorted({name for names in by_rank for name in names})
     if not names:

@@ -39,6 +39,7 @@ class VocabShard:
     def reduce(self, values: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
         """`values` combined in place over the ranks that hold the vocabulary."""
         if self.group is not None and self.group.size() > 1 and values.numel():
+            # The ranks of the group have the same tokens, so all come or none does.
             torch.distributed.all_reduce(values, op=op, group=self.group)
         return values
 

@@ -127,6 +127,7 @@ def _columns(micros: Sequence[MicroBatch], values_of: Sequence[torch.Tensor]) ->
         columns.append(column.index_put_((micro.trained.to(values.device),), values.float()))
     group = cp_group()
     if group.size() > 1:
+        # Each rank of the context has its own tokens and zeros elsewhere. All have the same micro-batches, so all come.
         whole = torch.cat(columns)
         torch.distributed.all_reduce(whole, group=group)
         columns = list(whole.split([micro.num_tokens for micro in micros]))
@@ -180,6 +181,7 @@ def optimizer_step(
         report = replace(report, loss=total.pop("loss").total, metrics=total)
     # The loss is known to the last stage alone, and the norm to the ranks that share an optimizer.
     wrong = not math.isfinite(report.grad_norm) or (bool(outcomes) and not math.isfinite(report.loss))
+    # Asked on every rank: one that skipped the update alone would leave the others in the optimizer's collectives.
     if any_rank(wrong):
         bad = bad_losses(micros, [outcome.weighted for outcome in outcomes]) or bad_gradients(
             model, micros, lambda some: _run(model, some, loss_of, forward_only=False)

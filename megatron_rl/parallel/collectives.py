@@ -30,6 +30,7 @@ def adder(group: torch.distributed.ProcessGroup) -> Callable[[torch.Tensor], tor
         if group.size() == 1 or not values.numel():
             return values
         on_device = values.to(_device())
+        # A rank without sequences comes too, with zeros: the others wait for it.
         torch.distributed.all_reduce(on_device, group=group)
         return on_device.to(values.device)
 
@@ -43,6 +44,7 @@ def _device() -> torch.device:
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank of the default group: the same answer on all of them."""
     seen = torch.tensor([float(flag)], device=_device())
+    # All ranks come, whatever their flag: each must take the branch that the others take.
     torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
     return bool(seen.item())
 
@@ -53,6 +55,7 @@ def gathered(found: Sequence[T]) -> list[Sequence[T]]:
     if not any_rank(bool(found)):
         return [[] for _ in range(world)]
     parts: list[Any] = [None] * world
+    # Ranks that found nothing come too; any_rank has told all of them that some rank did.
     torch.distributed.all_gather_object(parts, found)
     return parts
 
@@ -63,5 +66,6 @@ def reduce_metrics(metrics: Mapping[str, Metric], group: torch.distributed.Proce
         return {}
     names = sorted(metrics)
     flat = torch.tensor([[metrics[n].total, metrics[n].count] for n in names], dtype=torch.float64, device=_device())
+    # Sorted names and one shape: ranks whose sums had another order would add up other metrics.
     torch.distributed.all_reduce(flat, group=group)
     return {name: Metric(total, count) for name, (total, count) in zip(names, flat.tolist(), strict=True)}

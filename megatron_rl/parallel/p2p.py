@@ -106,6 +106,7 @@ class P2PGroup:
         gathered = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self.world)]
         what = f"a status from each of {self.world} ranks"
         try:
+            # A rank with a fault comes too, and reports it: the others would wait for it until the timeout.
             work = dist.all_gather(gathered, mine, group=self._group, async_op=True)
         except RuntimeError as error:
             raise P2PError(f"rank {self.rank}: {phase}: {what} could not start: {error}") from error

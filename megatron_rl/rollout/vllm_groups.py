@@ -85,6 +85,7 @@ def engine_groups(ranks: tuple[int, ...], local_rank: int) -> Iterator[None]:
         world = make_world(list(ranks), *args, **kwargs)
         # Names vLLM's shared memory on CPU: equal in an engine, and unlike any other engine's on this machine.
         name: list[Any] = [uuid.uuid4().hex]
+        # Every rank of the engine comes here, because each makes vLLM's world group.
         dist.broadcast_object_list(name, src=ranks[0], group=world.cpu_group)
         os.environ["VLLM_DIST_IDENT"] = name[0]
         return world
