@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_rl.cluster.dispatch import Call
 
@@ -50,8 +50,12 @@ def timed_call(worker: object, method: str, call: Call, keep: bool) -> Answer:
     return Answer(value if keep else None, time.perf_counter() - start)
 
 
+@runtime_checkable
+class _Closable(Protocol):
+    def close(self) -> object: ...
+
+
 def close_worker(worker: object) -> None:
     """Run the worker's own `close`, where it has one."""
-    close = getattr(worker, "close", None)
-    if callable(close):
-        close()
+    if isinstance(worker, _Closable):
+        worker.close()

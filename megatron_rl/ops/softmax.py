@@ -34,8 +34,8 @@ class RowStats:
     @staticmethod
     def cat(rows: Sequence[RowStats]) -> RowStats:
         """The rows of all, in order."""
-        fields = ("peak", "total", "weighted", "target")
-        return RowStats(*(torch.cat([getattr(one, name) for one in rows]) for name in fields))
+        columns = zip(*((one.peak, one.total, one.weighted, one.target) for one in rows), strict=True)
+        return RowStats(*(torch.cat(column) for column in columns))
 
     def rescaled(self, peak: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """total and weighted [n] over all parts, as of `peak` [n], which is at least each part's."""

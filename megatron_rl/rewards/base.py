@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 from megatron_rl.config.checks.reward_terms import LARGEST_SCORE
 from megatron_rl.errors import RewardError
 from megatron_rl.messages import short
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """An array of numpy, torch or another library. None of them is imported here."""
+
+    def tolist(self) -> object: ...
+
+
+@runtime_checkable
+class _Scalar(Protocol):
+    """An array of one number, if ndim is 0."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def item(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -127,8 +144,7 @@ def to_results(returned: object, count: int, name: str, failed_score: float | No
     failed_score: an answer that is no score fails its sample with this value, and not the others; without it, it is an
     error. Raises RewardError where there is no list of one answer for each sample.
     """
-    tolist = getattr(returned, "tolist", None)
-    answers = tolist() if callable(tolist) else returned
+    answers = returned.tolist() if isinstance(returned, _Array) else returned
     if not isinstance(answers, list | tuple):
         raise RewardError(
             f"reward {name} returned {short(returned, 80)} ({type(returned).__name__}) for a batch of {count} "
@@ -168,8 +184,7 @@ def number_fault(number: float) -> str | None:
 
 def _plain(value: object) -> object:
     """numpy and torch scalars as Python numbers; anything else as it is."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
+    return value.item() if isinstance(value, _Scalar) and value.ndim == 0 else value
 
 
 def _number(value: object, name: str, verb: str) -> float:

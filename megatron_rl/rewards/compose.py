@@ -36,7 +36,7 @@ def reward(source: str | Callable[..., object], **kwargs: Any) -> Reward:
             f"{source!r} cannot be found by name in a process -- define it at the top of a module, by def or class"
         )
     if module == "__main__":
-        file = getattr(sys.modules["__main__"], "__file__", None)
+        file = vars(sys.modules["__main__"]).get("__file__")
         if file is None:
             raise RewardError(f"{name} is defined in no file -- put it in a module")
         return Reward(f"{file}:{name}", kwargs)

@@ -87,11 +87,12 @@ def _find(spec: str) -> Any:
     if not source or not name:
         raise RewardError(f"reward.function: {spec!r} -- write package.module:function, or path/to/file.py:function")
     module = import_file(spec, source) if source.endswith(".py") or "/" in source else _import_module(spec, source)
-    if not hasattr(module, name):
+    found = getattr(module, name, None)
+    if found is None:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         defined = f"; it defines {', '.join(known[:10])}" if known else "; it defines no function"
         raise RewardError(f"reward.function: {spec!r} -- {source} has no {name!r}{_did_you_mean(name, known)}{defined}")
-    return getattr(module, name)
+    return found
 
 
 def _import_module(spec: str, source: str) -> ModuleType:
@@ -167,22 +168,29 @@ def _built(cls: type, kwargs: dict[str, Any], head: str) -> BatchRewardFn:
 
 def _from_verl(function: Callable[..., object], passed: tuple[str, ...], kwargs: dict[str, Any]) -> RewardFn:
     def score(sample: RewardSample) -> object:
-        return function(**{name: _field(sample, name) for name in passed}, **kwargs)
+        fields = _as_verl(sample)
+        return function(**{name: fields[name] for name in passed}, **kwargs)
 
     return score
 
 
 def _from_verl_batch(function: Callable[..., object], passed: tuple[str, ...], kwargs: dict[str, Any]) -> BatchRewardFn:
     def score(samples: Sequence[RewardSample]) -> object:
-        columns = {name: [_field(sample, VERL_BATCH_NAMES[name]) for sample in samples] for name in passed}
+        rows = [_as_verl(sample) for sample in samples]
+        columns = {name: [row[VERL_BATCH_NAMES[name]] for row in rows] for name in passed}
         return function(**columns, **kwargs)
 
     return score
 
 
-def _field(sample: RewardSample, name: str) -> object:
-    """A field as verl passes it: its extra_info also says how many turns the conversation had."""
-    return {**VERL_EXTRA_INFO, **sample.extra_info} if name == "extra_info" else getattr(sample, name)
+def _as_verl(sample: RewardSample) -> dict[str, object]:
+    """The fields that verl passes: its extra_info also says how many turns the conversation had."""
+    return {
+        "data_source": sample.data_source,
+        "solution_str": sample.solution_str,
+        "ground_truth": sample.ground_truth,
+        "extra_info": {**VERL_EXTRA_INFO, **sample.extra_info},
+    }
 
 
 def _check_filled(parameters: Any, filled: set[str], head: str) -> None:

@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,7 +152,7 @@ async def _score_one(reward: LoadedReward, sample: RewardSample, setup: Setup) -
 
 def _awaited(returned: Any, setup: Setup) -> object:
     """What a reward returned, or what that gives once it is awaited."""
-    if not hasattr(returned, "__await__"):
+    if not isinstance(returned, Awaitable):
         return returned
     return _loop().run_until_complete(_bounded(returned, setup.timeout_s))
 

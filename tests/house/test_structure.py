@@ -14,7 +14,7 @@ MODULES = structure.parse(SOURCES)
 MODULES_IN_CYCLES = 0
 DOUBLED_TYPES = 0
 ANY = 8.0
-ATTRIBUTE_CALLS = 0.8
+ATTRIBUTE_CALLS = 0.5
 
 Figure = Callable[[str, float, float], None]
 

@@ -61,9 +61,9 @@ def _missing_imports(tree: ast.Module, file: Path) -> Iterator[tuple[str, str]]:
     star imports are left to the run, which imports the file before workers start.
     """
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+        if not isinstance(node, ast.Import | ast.ImportFrom) or node.names[0].name == "*":
             continue
-        where = f"{file} line {getattr(node, 'lineno', 0)}"
+        where = f"{file} line {node.lineno}"
         if isinstance(node, ast.ImportFrom) and node.level:
             head = (node.module or "").split(".")[0]
             if node.level > 1:
@@ -71,7 +71,7 @@ def _missing_imports(tree: ast.Module, file: Path) -> Iterator[tuple[str, str]]:
                 yield reason, "name the reward as package.module:function, with the package on PYTHONPATH"
             elif head and not _is_beside(file, head):
                 yield f"{where} imports .{head}, which is not beside it", f"lay {head}.py beside it"
-        elif isinstance(node, ast.Import | ast.ImportFrom):
+        else:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             for head in (module.split(".")[0] for module in modules):
                 if not _is_beside(file, head) and not _is_installed(head):

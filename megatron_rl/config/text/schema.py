@@ -296,7 +296,7 @@ def _collect_choice(name: str, prefix: str, choice: Choice, doc: str, schema: Sc
 def _doc(cls: type[Any], field: str) -> str:
     # pydantic reads the text under a field from the class that declares it, and not again for a subclass.
     for base in cls.__mro__:
-        info = getattr(base, "__pydantic_fields__", {}).get(field)
+        info = vars(base).get("__pydantic_fields__", {}).get(field)
         if info is not None and info.description:
             return info.description
     return ""

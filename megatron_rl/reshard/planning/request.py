@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError, Fault
@@ -152,11 +152,11 @@ def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
         "gpus_per_node": config.cluster.n_gpus_per_node,
         "dtype": dtype,
     }
-    for end in ("first", "last"):
-        name = f"num_layers_in_{end}_pipeline_stage"
-        layers = cast("int | None", getattr(actor, name))
-        if layers is not None:
-            values[f"train.{name}"] = layers
+    ends = {
+        "train.num_layers_in_first_pipeline_stage": actor.num_layers_in_first_pipeline_stage,
+        "train.num_layers_in_last_pipeline_stage": actor.num_layers_in_last_pipeline_stage,
+    }
+    values |= {key: layers for key, layers in ends.items() if layers is not None}
     return config.model.path, values
 
 

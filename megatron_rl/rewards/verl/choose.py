@@ -45,4 +45,4 @@ def by_default(sample: RewardSample, method: Literal["strict", "flexible"] = "st
 @functools.cache
 def _function(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return vars(importlib.import_module(module))[name]
