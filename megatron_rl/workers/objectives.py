@@ -1,6 +1,6 @@
-"""Objectives of an optimizer step as picklable records. A new one is a class here and a line in OBJECTIVES.
+"""Objectives of an optimizer step as picklable records. A new one is a class here.
 
-A record travels to the ranks, where `on(model)` makes it a function of hidden states (mcore/objectives.py).
+The record itself travels to the ranks, where `on(model)` makes it a function of hidden states (mcore/objectives.py).
 """
 
 from __future__ import annotations
@@ -89,15 +89,6 @@ class PolicyValueObjective:
         from megatron_rl.mcore.objectives import weighted_sum
 
         return weighted_sum(self.policy.on(model), self.value.on(model), self.vf_coef)
-
-
-OBJECTIVES: dict[str, type[Objective]] = {
-    "policy": PolicyObjective,
-    "nll": NllObjective,
-    "value": ValueObjective,
-    "policy+value": PolicyValueObjective,
-}
-"""name -> record"""
 
 
 def actor_loss(actor: ActorConfig) -> TokenLoss:
