@@ -169,7 +169,7 @@ def reshard(
     case: Case, rank: int, policy: Any, engine: dict[str, torch.Tensor], shards: list[Shard], cap_bytes: int
 ) -> tuple[Callable[[], Cost], int]:
     """This package; and the plan's minimum for this rank."""
-    from megatron_rl.mcore.shards import live_parameters
+    from megatron_rl.mcore.shards import parameters
     from megatron_rl.parallel.p2p import P2PGroup
     from megatron_rl.reshard.execute import TensorSet, Transfer
 
@@ -181,7 +181,10 @@ def reshard(
     transfer = Transfer(plan, P2PGroup(), *sides, trainer_dtype=DTYPE, engine_dtype=DTYPE, cap_bytes=cap_bytes)
 
     def sync() -> Cost:
-        sources, targets = TensorSet.of(live_parameters(policy)), TensorSet.of(engine)
+        sources, targets = (
+            TensorSet.of({name: one.detach() for name, one in parameters(policy).items()}),
+            TensorSet.of(engine),
+        )
         assert not transfer.faults(sources, targets)
         moved = transfer.run(sources, targets, "benchmark")
         transfer.wait(targets)
