@@ -38,10 +38,11 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.rules import LocalParam, megatron_params, num_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.topology import topology_of
+from megatron_rl.reshard.bundles import Trainers
 from megatron_rl.reshard.plan import Shard, make_plan
-from megatron_rl.reshard.planning.cost import Trainers, colocated_layout
-from megatron_rl.reshard.planning.tables import ModelTable
+from megatron_rl.reshard.rank_order import colocated_layout
 from megatron_rl.reshard.shards import engine_shards, trainer_shards
+from megatron_rl.reshard.tables import ModelTable
 
 DTYPE = torch.bfloat16
 

@@ -12,12 +12,39 @@ HybridFlow (Sheng et al. 2024, section 5.3); with neighbours (0, 1), (2, 3), ...
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 
+from megatron_rl.reshard.bundles import Trainers, kind_bundles
+from megatron_rl.reshard.shards import EngineLayout
 from megatron_rl.reshard.solve import Bundle, shared
+from megatron_rl.reshard.tables import ModelTable
 
 Overlaps = Mapping[int, Sequence[int]]
 """process -> for each kind of slot, the elements that its trainer shard covers"""
+
+
+def colocated_layout(
+    table: ModelTable, trainers: Trainers, *, tp: int, ep: int = 1, gpus_per_node: int, ascending: bool = False
+) -> EngineLayout:
+    """Engines on all of the trainer's ranks, in the order in which most elements stay on their rank.
+
+    Computed from the parallel sizes alone, so every rank gets the same order. ascending: see best_order.
+    Raises ReshardError if the ranks do not divide into engines.
+    """
+    engine = EngineLayout(tp, ep, tuple(range(trainers.topology.world)))
+    return in_best_order(kind_bundles(table, trainers, tp=tp, ep=ep), engine, gpus_per_node, ascending)[0]
+
+
+def in_best_order(
+    bundles: Sequence[Bundle], engine: EngineLayout, gpus_per_node: int, ascending: bool
+) -> tuple[EngineLayout, int]:
+    """The engines in the best order; and the elements that would stay on their rank in the natural order."""
+    ranks, kinds = engine.ranks, engine.num_kinds
+    overlaps = overlaps_of(bundles, ranks, kinds)
+    per_node = min(gpus_per_node, len(ranks))
+    order = best_order(overlaps, ranks, num_kinds=kinds, gpus_per_node=per_node, ascending=ascending)
+    return replace(engine, ranks=order), sum(overlaps[rank][slot % kinds] for slot, rank in enumerate(ranks))
 
 
 def overlaps_of(bundles: Sequence[Bundle], ranks: Sequence[int], num_kinds: int) -> dict[int, tuple[int, ...]]:

@@ -15,8 +15,9 @@ from megatron_rl.models.config_json import read_critic_shape, read_model_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.collectives import keeps_group_order
 from megatron_rl.parallel.topology import Topology, topology_of
-from megatron_rl.reshard.planning.cost import Trainers, colocated_layout
-from megatron_rl.reshard.planning.tables import ModelTable
+from megatron_rl.reshard.bundles import Trainers
+from megatron_rl.reshard.rank_order import colocated_layout
+from megatron_rl.reshard.tables import ModelTable
 from megatron_rl.workers.colocated import ColocatedWorker, engine_layout
 from megatron_rl.workers.records import EnginePlan, Role, RolePlan, TrainPlan
 from megatron_rl.workers.saved import rehearse

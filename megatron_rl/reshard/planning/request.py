@@ -15,8 +15,8 @@ from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.sizes import named_shape
 from megatron_rl.models.stages import stage_layers
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.reshard.planning.cost import Trainers
-from megatron_rl.reshard.planning.tables import ModelTable
+from megatron_rl.reshard.bundles import Trainers
+from megatron_rl.reshard.tables import ModelTable
 
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """dtype -> bytes of one element in transfer"""

@@ -15,12 +15,12 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import LocalParam, hf_shapes
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.reshard.bundles import Trainers, kind_bundles, placed
 from megatron_rl.reshard.plan import Move, RankPlan, Shard, bundles_of, make_plan, places
-from megatron_rl.reshard.planning.cost import Trainers, colocated_layout, kind_bundles, placed
-from megatron_rl.reshard.planning.tables import ModelTable
-from megatron_rl.reshard.rank_order import best_order, overlaps_of
+from megatron_rl.reshard.rank_order import best_order, colocated_layout, overlaps_of
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.reshard.solve import Bundle, Loads, prove, solve
+from megatron_rl.reshard.tables import ModelTable
 from tests.helpers.reshard_cases import (
     QUIET,
     Arrays,

@@ -1,4 +1,4 @@
-"""The shards of a model's tensors on both sides, one layer at a time, as cost.py reads them. Pure."""
+"""The shards of a model's tensors on both sides, one layer at a time. Pure."""
 
 from __future__ import annotations
 
