@@ -25,7 +25,8 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_critic_shape, read_model_shape
 from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.runs.summary import Counted, summary_lines
+from megatron_rl.runs.summary import summary_lines
+from megatron_rl.trainers.parts import Counted
 from megatron_rl.types import Prompt
 from megatron_rl.weights.heads import ValueHeadSource, value_head_shapes
 from megatron_rl.weights.safetensors import SafetensorsSource

@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-
-class Counted(Protocol):
-    """A data set that knows what became of its rows."""
-
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_filtered(self) -> int: ...
-    @property
-    def num_truncated(self) -> int: ...
-    @property
-    def num_cached(self) -> int: ...
-    @property
-    def rows_by_source(self) -> Mapping[str, int]: ...
-    @property
-    def notes(self) -> Sequence[str]: ...
+from megatron_rl.trainers.parts import Counted
 
 
 def summary_lines(

@@ -31,11 +31,9 @@ Item = TypeVar("Item", bound=Sourced)
 ItemOut = TypeVar("ItemOut", bound=Sourced, covariant=True)
 
 
-class DataSet(Protocol[ItemOut]):
-    """The usable rows of some files, and what became of the rest."""
+class Counted(Protocol):
+    """A data set that knows what became of its rows."""
 
-    @property
-    def items(self) -> Sequence[ItemOut]: ...
     @property
     def num_rows(self) -> int: ...
     @property
@@ -48,6 +46,13 @@ class DataSet(Protocol[ItemOut]):
     def rows_by_source(self) -> Mapping[str, int]: ...
     @property
     def notes(self) -> Sequence[str]: ...
+
+
+class DataSet(Counted, Protocol[ItemOut]):
+    """The usable rows of some files, and what became of the rest."""
+
+    @property
+    def items(self) -> Sequence[ItemOut]: ...
 
 
 class Load(Protocol[ItemOut]):
