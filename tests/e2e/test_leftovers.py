@@ -139,7 +139,8 @@ def test_nothing_is_left_of_a_run(data: Path, tmp_path: Path, name: str, moment:
         # As a terminal and a job manager do: to the whole group.
         os.kill(run.pid, SIGNALS[name]) if name == "KILL" else os.killpg(run.pid, SIGNALS[name])
         out, _ = run.communicate(timeout=GONE_S)
-        while marked(str(tmp_path)) or any(temporary.iterdir()):
+        # A process that ends loses its environment, by which it is known, before its sockets.
+        while marked(str(tmp_path)) or any(temporary.iterdir()) or listening(its_ports):
             if time.monotonic() > sent + GONE_S:
                 break
             time.sleep(0.2)
