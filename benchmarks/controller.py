@@ -1,6 +1,6 @@
 """What the controller does of one GRPO step, and what passes through it: CPU seconds by phase, memory, bytes.
 
-    python -m benchmarks.controller                       1k samples of 8k tokens, dp 16
+    python -m benchmarks.controller                       1k samples of 1.5k tokens, dp 16
     python -m benchmarks.controller --sizes 1kx16x8k@128 100k@1024
 
 A size is prompts x samples x tokens @ data-parallel ranks. The code of the controller is the real one, from prompts to
