@@ -6,7 +6,7 @@ the data-parallel ranks. Every rank of the last pipeline stage calls them, in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -204,8 +204,3 @@ def compare(batch: RankBatch, trainer: Column, add_up: Sums) -> dict[str, float]
         total, count = add_up(torch.stack([gap.sum(), gap.new_tensor(len(gap))])).tolist()
         metrics["kl/ref"] = total / max(count, 1.0)
     return metrics
-
-
-def response_sums(batch: RankBatch, columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
-    """{name: [S] float64 sum over each sequence's trained tokens}; columns: {name: column}."""
-    return {name: batch.sums(batch.column(column)) for name, column in columns.items()}

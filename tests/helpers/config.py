@@ -77,3 +77,27 @@ def only_fault(folder: Path, *overrides: str, paths: tuple[str, ...] = ()) -> Fa
     found = faults(folder, *overrides, paths=paths)
     assert len(found) == 1, [str(fault) for fault in found]
     return found[0]
+
+
+def one_step(data: Path, runs: Path, *, engine: str) -> list[str]:
+    """Overrides of a GRPO run of one step, inline, on the quick start's data and model (random weights)."""
+    settings = {
+        "model.path": data / "model",
+        "model.init": "random",
+        "model.dtype": "float32",
+        "data.train_files": data / "train.parquet",
+        "data.chat_template": "plain",
+        "data.max_prompt_length": 12,
+        "data.max_response_length": 8,
+        "data.train_batch_size": 2,
+        "rollout.name": engine,
+        "rollout.n": 2,
+        "reward.function": "exact_match",
+        "reward.num_workers": 1,
+        "trainer.total_training_steps": 1,
+        "trainer.test_freq": 0,
+        "trainer.default_local_dir": runs,
+        "cluster.backend": "inline",
+        "cluster.device": "cpu",
+    }
+    return [f"{key}={value}" for key, value in settings.items()]

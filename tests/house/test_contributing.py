@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.make_data import make
-from tests.helpers.config import base_settings
+from tests.helpers.config import base_settings, one_step
 
 ROOT = Path(__file__).resolve().parents[2]
 DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -93,26 +93,7 @@ def test_what_the_diffs_add_works(changed: Path) -> None:
 
 def test_the_engine_of_one_file_trains(changed: Path, tmp_path: Path) -> None:
     make(tmp_path / "data", seed=0)
-    settings = {
-        "model.path": tmp_path / "data" / "model",
-        "model.init": "random",
-        "model.dtype": "float32",
-        "data.train_files": tmp_path / "data" / "train.parquet",
-        "data.chat_template": "plain",
-        "data.max_prompt_length": 12,
-        "data.max_response_length": 8,
-        "data.train_batch_size": 2,
-        "rollout.name": "my_engine:Echo",
-        "rollout.n": 2,
-        "reward.function": "exact_match",
-        "reward.num_workers": 1,
-        "trainer.total_training_steps": 1,
-        "trainer.test_freq": 0,
-        "trainer.default_local_dir": tmp_path / "runs",
-        "cluster.backend": "inline",
-        "cluster.device": "cpu",
-    }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
+    overrides = one_step(tmp_path / "data", tmp_path / "runs", engine="my_engine:Echo")
     environment = {**os.environ, "PYTHONPATH": str(changed)}
     for verb in ("check", "train"):
         done = subprocess.run(

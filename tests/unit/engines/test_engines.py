@@ -18,6 +18,7 @@ from examples.quickstart.make_data import make
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.engines import ENGINES, OPTIONAL_SETTINGS
 from megatron_rl.engines.vllm import SPEED, why_refused
+from tests.helpers.config import one_step
 
 PACKAGE = Path(megatron_rl.__file__).parent
 
@@ -82,26 +83,7 @@ def test_a_new_engine_is_one_record(tmp_path: Path) -> None:
     (tmp_path / "copy" / "echo_engine.py").write_text(IMPLEMENTATION)
     data = tmp_path / "data"
     make(data, seed=0)
-    settings = {
-        "model.path": data / "model",
-        "model.init": "random",
-        "model.dtype": "float32",
-        "data.train_files": data / "train.parquet",
-        "data.chat_template": "plain",
-        "data.max_prompt_length": 12,
-        "data.max_response_length": 8,
-        "data.train_batch_size": 2,
-        "rollout.name": "echo",
-        "rollout.n": 2,
-        "reward.function": "exact_match",
-        "reward.num_workers": 1,
-        "trainer.total_training_steps": 1,
-        "trainer.test_freq": 0,
-        "trainer.default_local_dir": tmp_path / "runs",
-        "cluster.backend": "inline",
-        "cluster.device": "cpu",
-    }
-    command = [sys.executable, "-m", "megatron_rl", "train", *(f"{key}={value}" for key, value in settings.items())]
+    command = [sys.executable, "-m", "megatron_rl", "train", *one_step(data, tmp_path / "runs", engine="echo")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "copy")}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
