@@ -10,6 +10,7 @@ from megatron_rl.config.algorithms import ALGORITHMS, Needs
 from megatron_rl.config.sections.actor import ActorConfig, LossAggMode, OptimConfig, ParallelConfig, RefConfig
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.sections.base import section
+from megatron_rl.config.sections.checkpoint import CheckpointConfig
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.config.sections.critic import CriticConfig
 from megatron_rl.config.sections.data import DataConfig
@@ -51,6 +52,7 @@ class RunConfig:
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.durations import seconds_of
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
 
@@ -22,6 +23,16 @@ def staleness(cfg: RunConfig) -> list[Fault]:
         return []
     reason = "learning from the samples of older weights is not offered yet: engines and trainer share their memory"
     return [Fault("trainer.max_staleness", staleness, reason, "set it to 0, or leave it out")]
+
+
+def max_time(cfg: RunConfig) -> list[Fault]:
+    """The time limit is a length of time."""
+    text = cfg.trainer.max_time
+    if text is None or seconds_of(text):
+        return []
+    return [
+        Fault("trainer.max_time", text, "is no length of time above 0", 'write 3:50:00, 1-00:00:00 or "90" (minutes)')
+    ]
 
 
 def validation(cfg: RunConfig) -> list[Fault]:

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_rl.config.checks import (
     algorithm,
     batch,
+    checkpoint,
     critic,
     data_paths,
     engine,
@@ -80,6 +81,9 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(schedule.target_loss),
     Check(schedule.validation, ("train",)),
     Check(schedule.staleness, ("train",)),
+    Check(schedule.max_time, ("train",)),
+    Check(checkpoint.best_metric, ("train",)),
+    Check(checkpoint.not_offered_yet, ("train",)),
     Check(model.unused_reference),
     Check(schedule.decay_after_warmup),
     Check(schedule.warmup_ends),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.sections.base import OneOrMany, UserPath, section
 
@@ -33,7 +33,8 @@ class TrainerConfig:
     seed: NonNegativeInt = 0
     """Seed of random weights, data order and sampling."""
     save_freq: Frequency = -1
-    """Steps between saves of the model; -1 saves at the end only, 0 never."""
+    """Steps between saves of the model in Hugging Face form; -1 saves at the end only, 0 never. Checkpoints to resume
+    from have keys of their own (checkpoint.freq)."""
     test_freq: Frequency = -1
     """Steps between validations; -1 validates at the end only (SFT: each epoch), 0 never."""
     val_before_train: bool = True
@@ -45,8 +46,20 @@ class TrainerConfig:
     experiment_name: str = "run"
     """Name of the run and of its folder."""
     overwrite: Literal["refuse", "replace", "number"] = "refuse"
-    """If the run's folder holds a run already: refuse to start; replace that run's files once the first step starts; or
-    number the new run (name-2, name-3 ...)."""
+    """If the run's folder holds a run already that is not gone on with: refuse to start; replace that run's files once
+    the first step starts; or number the new run (name-2, name-3 ...)."""
+    resume_mode: UserPath = "auto"
+    """auto goes on from the newest complete checkpoint in the run's folder, if there is one; disable starts afresh; a
+    path goes on from that checkpoint, or from the newest one of that run."""
+    resume_changes: list[str] = Field(default_factory=list)
+    """Keys that may differ from the checkpoint's config although they change what is learned."""
+    max_time: str | None = None
+    """Save a checkpoint and end (exit code 75) before this much time has passed since the start, in Slurm's forms:
+    3:50:00, 1-00:00:00, "90" (minutes). No limit if unset."""
+    max_restarts: NonNegativeInt = 0
+    """Times that a run whose workers fail may start them again, from the newest checkpoint."""
+    restart_wait_s: NonNegativeFloat = 10.0
+    """Wait before the first restart, in seconds; it doubles with each restart, up to 300."""
     logger: Annotated[list[LoggerName], OneOrMany] = Field(default_factory=lambda: ["console"])
     """Loggers in addition to metrics.jsonl, which is always written."""
     num_logged_rollouts: NonNegativeInt = 4

@@ -363,14 +363,12 @@ _REWARD_MODEL = off(
     "set it to false, give reward.model.path, and name `model` in reward.function (docs/rewards.md)",
 )
 _SANDBOX = off("Sandbox Fusion", "remove it: the reward `code` runs programs here (docs/rewards.md)")
-_RESUMED = off("resuming a run", "remove it: runs cannot be resumed yet, and this one would start afresh")
 _TRAINER: dict[str, Verdict] = {
     "balance_batch": every("ranks are always balanced by tokens: same numbers"),
     "val_only": off("validation alone", "remove it and run `megatron-rl eval` with this config"),
-    "resume_from_path": _RESUMED,
     "default_hdfs_dir": off("copies of saves on HDFS"),
-    "del_local_ckpt_after_load": every("there are no checkpoints to load"),
-    "esi_redundant_time": every("saves come by trainer.save_freq"),
+    "del_local_ckpt_after_load": every("checkpoint.keep_last decides which are kept"),
+    "esi_redundant_time": every("trainer.max_time is the deadline here"),
     "checkpoint_callback_class": off("a callback after saves"),
     "use_legacy_worker_impl": every(_SWITCH),
     "use_v1": every(_SWITCH),

@@ -246,26 +246,33 @@ def logger(work: Work) -> None:
 
 
 def resume(work: Work) -> None:
-    """verl goes on with a run of the same name unless told otherwise."""
-    key = "trainer.resume_mode"
-    mode = work.value(key, "auto")
-    if mode == "disable":
-        work.accept(key, "each run starts afresh")
-    elif mode in ("auto", None):
-        what = "runs cannot be resumed yet: this one starts afresh, and does not touch the folder of an earlier one"
-        work.differ(key, what, "auto")
-    else:
-        work.refuse(key, "asks for resuming a run, which is not offered yet", "write disable: the run starts afresh")
+    """verl goes on with a run of the same name unless told otherwise, as here."""
+    key, path = "trainer.resume_mode", "trainer.resume_from_path"
+    mode, where = work.value(key, "auto"), work.value(path)
+    if mode == "resume_path" and isinstance(where, str) and where:
+        work.accept(key, "the path decides")
+        work.place(work.latest[path], key, where, note="a checkpoint or a run of megatron_rl")
+        return
+    if path in work.latest:
+        work.accept(path, "read with resume_mode: resume_path only" if where else "not given")
+    if mode == "resume_path":
+        work.refuse(key, "asks for a path, and resume_from_path is not given", "give trainer.resume_from_path")
+    elif key in work.latest:
+        work.place(work.latest[key], key, "auto" if mode is None else mode)
 
 
 def kept_saves(work: Work) -> None:
-    """verl may keep the last saves only."""
-    for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "max_ckpt_to_keep"):
-        name = f"trainer.{key}"
-        if work.value(name) is not None:
-            work.differ(name, "all saves are kept: mind the disk, or save less often (trainer.save_freq)")
-        elif name in work.latest:
-            work.accept(name, "all saves are kept")
+    """verl may keep the last saves only; one checkpoint holds actor and critic here, and models in final/ stay."""
+    ours, critic = "checkpoint.keep_last", "trainer.max_critic_ckpt_to_keep"
+    for key in ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", critic):
+        if key not in work.latest:
+            continue
+        if work.value(key) is None:
+            work.accept(key, f"{ours} decides")
+        elif key == critic and work.value("trainer.max_actor_ckpt_to_keep") not in (None, work.value(key)):
+            work.differ(key, f"a checkpoint holds actor and critic: {ours} is max_actor_ckpt_to_keep")
+        else:
+            work.place(work.latest[key], ours, work.value(key))
 
 
 def logged_rollouts(work: Work) -> None:
@@ -326,6 +333,7 @@ KEYS: tuple[str, ...] = (
     "trainer.default_local_dir",
     "trainer.logger",
     "trainer.resume_mode",
+    "trainer.resume_from_path",
     "trainer.max_actor_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep",
     "trainer.max_ckpt_to_keep",

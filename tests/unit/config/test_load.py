@@ -321,6 +321,7 @@ def test_to_dict_holds_every_key(tmp_path: Path) -> None:
         "reward",
         "algorithm",
         "trainer",
+        "checkpoint",
         "cluster",
     ]
     assert yaml.safe_load(yaml.safe_dump(tree)) == tree

@@ -96,7 +96,6 @@ ACCEPTED = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.ref.fsdp_config.param_offload",
     "actor_rollout_ref.ref.megatron.tensor_model_parallel_size",
-    "trainer.resume_mode",
 }
 
 
@@ -407,7 +406,7 @@ def test_experts_are_split_as_verl_splits_them(tmp_path: Path) -> None:
         ("actor_rollout_ref.whatever.zzz=4", "remove it"),
         ("defaults=[a]", "command line"),
         (f"{ACTOR}strategy=deepspeed", "Megatron-Core"),
-        ("trainer.resume_mode=resume_path", "write disable"),
+        ("trainer.resume_mode=resume_path", "give trainer.resume_from_path"),
     ],
 )
 def test_what_has_no_counterpart_is_an_error_with_a_cure(tmp_path: Path, override: str, cure: str) -> None:
