@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import takewhile
@@ -25,7 +26,7 @@ from megatron_rl.config.text.foreign import foreign_arguments
 from megatron_rl.config.text.keys import as_markdown, find_keys, near_words
 from megatron_rl.config.text.keys import as_text as list_of_keys
 from megatron_rl.config.text.reader import NoEffect
-from megatron_rl.errors import ConfigError, Fault, MegatronRLError
+from megatron_rl.errors import ConfigError, DataError, Fault, MegatronRLError
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.versions import versions_line
 from megatron_rl.reshard.planning import request as plan_request
@@ -36,6 +37,7 @@ VERBS: dict[str, str] = {
     "train": "run the training that the config describes",
     "eval": "score the model on data.val_files",
     "export": "write the model's weights in Hugging Face form",
+    "status": "show what runs are doing, from the files of their folders",
     "keys": "list the keys of a run with type, choices, default and meaning: all, a section's, or those with a word",
     "plan": "estimate the bytes, seconds and memory of a weight sync between two layouts; needs no GPU",
 }
@@ -45,7 +47,7 @@ REFUSED = 2
 
 PIPE_CLOSED = 141
 """Exit code when the reader of a listing went away (`megatron-rl check ... | head`): 128 + SIGPIPE, as in a shell."""
-LISTINGS = ("check", "keys", "plan", "--help", "--version")
+LISTINGS = ("check", "status", "keys", "plan", "--help", "--version")
 """What only prints, and so has nothing left to do when nobody reads on."""
 
 
@@ -101,6 +103,8 @@ def _run(verb: str, arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments[1:])
     if verb == "keys":
         return _keys(options)
+    if verb == "status":
+        return _status(options)
     files, overrides = split_arguments([*options.config, *options.arguments])
     if not files and not overrides and not options.model:
         print(
@@ -189,6 +193,10 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     if verb == "keys":
         parser.add_argument("words", nargs="*", metavar="SECTION | WORD", help="only these; all keys when left out")
         parser.add_argument("--write", metavar="FILE.md", help="write the list of all keys as a page, docs/config.md")
+        return parser
+    if verb == "status":
+        parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or a folder of such folders")
+        parser.add_argument("--json", action="store_true", help="print one JSON list, for programs")
         return parser
     parser.set_defaults(model=None, json=False)
     parser.add_argument(
@@ -317,6 +325,30 @@ def _keys(options: argparse.Namespace) -> int:
     hint = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(sorted(schema.sections))}"
     print(f"megatron-rl keys: no key has {' '.join(options.words)!r} in its name or meaning -- {hint}", file=sys.stderr)
     return REFUSED
+
+
+def _status(options: argparse.Namespace) -> int:
+    """Runs that are dead or failed are no error of this verb: what it was asked is said."""
+    from megatron_rl.runs import status
+
+    now, reports, faults = time.time(), list[status.RunReport](), list[str]()
+    for path in map(Path, options.runs):
+        runs = status.runs_in(path)
+        faults += [] if runs else [f"{path}: there is no run in this folder -- name a run's folder, or one of runs"]
+        for run in runs:
+            try:
+                reports.append(status.report_run(run, now))
+            except DataError as error:
+                faults.append(str(error))
+    if options.json:
+        print(json.dumps([asdict(report) for report in reports], indent=2))
+    elif len(reports) == 1:
+        print(status.as_text(reports[0], now))
+    elif reports:
+        print(status.as_table(reports, now))
+    for fault in faults:
+        print(f"megatron-rl status: {fault}", file=sys.stderr)
+    return REFUSED if faults else 0
 
 
 def _plan(files: list[str], overrides: list[str], options: argparse.Namespace) -> int:

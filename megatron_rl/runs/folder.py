@@ -17,17 +17,19 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from megatron_rl.config.checks.folders import NAME_KEY, nearest_folder
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError, Fault
+from megatron_rl.observe.run_status import HALF_STATUS_FILE, STATUS_FILE
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-FILES = ("config.yaml", "run.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id")
+FILES = ("config.yaml", "run.json", STATUS_FILE, HALF_STATUS_FILE, "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id")
 MODELS = ("final", "critic")
 """Folders of saved models; a step's are below STEP."""
 STEP = re.compile(r"global_step_\d+")
@@ -146,7 +148,7 @@ def _claim_one(trainer: TrainerConfig, path: Path) -> RunFolder:
     try:
         folder = RunFolder(path)
     except BlockingIOError:
-        reason = f"another run uses the folder {path} now{_holder(path / LOCK_FILE)}"
+        reason = f"another run uses the folder {path} now{_who(path / LOCK_FILE)}"
         cure = "wait for it to end, or give this run another name"
         raise ConfigError([Fault(NAME_KEY, trainer.experiment_name, reason, cure)]) from None
     # A run may have begun and ended between the first look and the lock.
@@ -249,14 +251,55 @@ def _numbered(path: Path) -> Iterator[Path]:
         yield path.with_name(f"{path.name}-{number}")
 
 
-def _holder(lock: Path) -> str:
-    """ " (process 12)" by the kernel's list of locks, where the process is on this host."""
+@dataclass(frozen=True)
+class LockHolder:
+    """Who holds the lock of a run's folder."""
+
+    is_locked: bool
+    pid: int | None = None
+    """Where the process is on this host."""
+    has_locks: bool = True
+    """Whether the file system has locks; if not, is_locked is False."""
+
+
+def lock_holder(path: Path) -> LockHolder:
+    """Who holds the lock of the folder now. Nothing is changed to find out."""
+    file = path / LOCK_FILE
+    pid = _local_holder(file)
+    if pid is not None:
+        return LockHolder(True, pid)
+    # A holder on another host, or in another container, is not in the kernel's list.
     try:
-        inode = os.stat(lock).st_ino
+        probe = os.open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        return LockHolder(False)
+    try:
+        fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return LockHolder(True)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return LockHolder(False, has_locks=False)
+    finally:
+        os.close(probe)
+    return LockHolder(False)
+
+
+def _local_holder(file: Path) -> int | None:
+    """The process that holds the lock, by the kernel's list, where it is on this host."""
+    try:
+        inode = os.stat(file).st_ino
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode) and int(fields[4]) > 0:
-                return f" (process {fields[4]})"
+                return int(fields[4])
     except (OSError, IndexError, ValueError):
         pass
-    return ""
+    return None
+
+
+def _who(lock: Path) -> str:
+    """ " (process 12)" where the process is on this host."""
+    pid = _local_holder(lock)
+    return "" if pid is None else f" (process {pid})"
