@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -63,37 +63,50 @@ def run(
         progress.say(format_table(batch_table(cfg)))
         progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
         require_sinks(cfg.trainer.logger)
-        trainer = make_trainer(cfg)
-        try:
-            with progress.phase("load data, start workers"):
-                trainer.start()
-            for line in trainer.summary():
-                progress.say(line)
-            _Run(cfg, trainer, folder, progress, record, loop, saved).train()
-        finally:
-            trainer.close()
+        attempt(RunInFolder(cfg, folder, make_trainer, loop, progress, record), saved)
         _draw_curves(cfg, folder.path)
         progress.say(
             f"run folder: {folder.path} (config.yaml, run.json, metrics.jsonl, rollouts.jsonl, curves.png, final/)"
         )
 
 
-class _Run(Generic[StepT]):
-    """The steps of a run, and what is written around them."""
+@dataclass(frozen=True)
+class RunInFolder(Generic[StepT]):
+    """A run that has claimed its folder: all that the lives of its trainers share."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    make_trainer: Callable[[RunConfig], LoopTrainer[StepT]]
+    loop: Loop[StepT]
+    progress: Progress
+    record: Mapping[str, object]
+    """What run.json shall hold of this start."""
+
+
+def attempt(run: RunInFolder[StepT], saved: Mapping[str, Any] | None = None) -> None:
+    """One life of a trainer: built, started, trained to the end of the run, closed. After an error the next attempt
+    builds a fresh one in the same folder. saved: as of `run`.
+    """
+    trainer = run.make_trainer(run.cfg)
+    try:
+        with run.progress.phase("load data, start workers"):
+            trainer.start()
+        for line in trainer.summary():
+            run.progress.say(line)
+        _Life(run, trainer, saved).train()
+    finally:
+        trainer.close()
+
+
+class _Life(Generic[StepT]):
+    """The steps of a run with one trainer, and what is written around them."""
 
     def __init__(
-        self,
-        cfg: RunConfig,
-        trainer: LoopTrainer[StepT],
-        folder: RunFolder,
-        progress: Progress,
-        record: Mapping[str, object],
-        loop: Loop[StepT],
-        saved: Mapping[str, Any] | None,
+        self, run: RunInFolder[StepT], trainer: LoopTrainer[StepT], saved: Mapping[str, Any] | None
     ) -> None:
-        """record: what run.json shall hold."""
-        self._record, self._loop = record, loop
-        self._cfg, self._trainer, self._folder, self._progress = cfg, trainer, folder, progress
+        self._record, self._loop = run.record, run.loop
+        self._cfg, self._trainer, self._folder, self._progress = run.cfg, trainer, run.folder, run.progress
+        cfg = run.cfg
         self._total = trainer.total_steps
         self._sinks = Sinks([])
         self._samples_fail = False
