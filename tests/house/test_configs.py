@@ -6,19 +6,29 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megatron_rl.cli import main
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.models.sizes import KNOWN_SHAPES
 from tests.helpers.config import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
-NAME = re.compile(r"([a-z]+)-([a-z0-9.]+)-(\d+)n(\d+)g(-[a-z0-9.-]+)?\.yaml")
+NAME = re.compile(r"([a-z]+)-([a-z0-9.-]+)-(\d+)n(\d+)g(-[a-z0-9.-]+)?\.yaml")
+CLUSTER = {
+    "grpo-qwen2.5-7b-1n8g.yaml": ("Qwen2.5-7B-Instruct", "qwen2.5/7b"),
+    "grpo-qwen2.5-32b-2n8g.yaml": ("Qwen2.5-32B-Instruct", "qwen2.5/32b"),
+    "grpo-qwen3-30b-a3b-8n8g.yaml": ("Qwen3-30B-A3B", "qwen3/30b-a3b"),
+    "grpo-qwen3-235b-a22b-64n8g.yaml": ("Qwen3-235B-A22B", "qwen3/235b-a22b"),
+}
+"""Config of a cluster -> (folder of its model, name of the model's shape)."""
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +47,39 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"model.embed_tokens.weight": np.zeros((2, 2), np.float32)}, trained / "model.safetensors")
     shutil.copytree(trained, folder / "runs/reasoning_gym/sft/final")
     make_model(folder / "models/Qwen2.5-0.5B-Instruct", max_position_embeddings=32768)
+    for model, shape in CLUSTER.values():
+        write_published_model(folder / "models" / model, shape)
     for example in ("reasoning_gym", "gsm8k", "customer_service"):
         for name in ("train", "val", "test", "sft_train", "sft_val"):
             file = folder / f"runs/{example}/data/{name}.parquet"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
     return folder
+
+
+def write_published_model(folder: Path, name: str) -> None:
+    """The config.json of a published model, with empty files in place of its tokenizer and its weights."""
+    shape = KNOWN_SHAPES[name]
+    fields = {
+        "architectures": [shape.architecture],
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn_size,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "max_position_embeddings": shape.max_position_embeddings,
+    }
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "moe_intermediate_size": shape.ffn_size,
+        "norm_topk_prob": shape.norm_topk_prob,
+    }
+    make_model(folder, **fields, **(experts if shape.num_experts else {}))
 
 
 def test_the_quick_start_has_its_configs():
@@ -58,6 +95,30 @@ def test_config_loads_and_is_what_its_name_says(path: Path, checkout: Path, monk
     assert config.algorithm.name == name[1]
     assert config.cluster.nnodes == int(name[3])
     assert config.cluster.n_gpus_per_node == int(name[4])
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_check_and_plan_answer_for_each_config_of_a_cluster(
+    name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(checkout)
+    path = ROOT / "configs" / name
+    sizes = NAME.fullmatch(name)
+    assert sizes
+    started = time.monotonic()
+    assert main(["check", str(path)]) == 0
+    ranks = int(sizes[3]) * int(sizes[4])
+    out = capsys.readouterr().out
+    assert re.search(rf"ranks +{ranks} ", out)
+    assert f"sbatch --nodes={sizes[3]} launch/slurm.sbatch configs/{name}" in path.read_text(encoding="utf-8")
+    assert main(["plan", str(path)]) == 0
+    plan = capsys.readouterr().out
+    assert "moved / minimum: 1.00" in plan
+    # Each GPU of 80 GB (141 GB for the largest) holds what the plan counts, with room for activations.
+    update = re.search(r"\n  update +([\d.]+) ", plan)
+    assert update
+    assert float(update[1]) < (60 if ranks < 512 else 100)
+    assert time.monotonic() - started < 15
 
 
 def test_loading_catches_a_fault_in_a_config(checkout: Path, monkeypatch: pytest.MonkeyPatch):
