@@ -252,6 +252,8 @@ run_command() {
   [ -z "${RL_COMMAND:-}" ] || eval "set -- $RL_COMMAND"
   [ $# -gt 0 ] || usage
   export RAY_ADDRESS=$address
+  # The package's own command is this checkout's, installed or not.
+  [ "$1" != megatron-rl ] || set -- "$PYTHON" -m megatron_rl "${@:2}"
   run_child "$@" || code=$?
   exit "$code"
 }

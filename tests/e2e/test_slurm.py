@@ -1,0 +1,265 @@
+"""launch/slurm.sbatch: with programs in place of Slurm's that write down what they are asked, and under Slurm itself.
+
+The stand-ins know the words of the steps: what they answer stands in files of the test. The tests under Slurm need its
+programs and root (tests/helpers/slurm_cluster.py), and are long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SBATCH = ROOT / "launch/slurm.sbatch"
+
+# srun: a line of JSON for each step, then what the step's command would do.
+FAKE_SRUN = r"""#!/usr/bin/env python3
+import json, os, sys, time
+from pathlib import Path
+
+here = Path(os.environ["STAND_IN"])
+words = sys.argv[1:]
+options = [word for word in words if word.startswith("-") and word != "-c"]
+text = " ".join(words)
+kind = next(name for name in ("check", "worker", "wait", "train") if name in text.split() or f"{name} " in text)
+kind = {"worker": "nodes"}.get(kind, kind)
+names = ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RL_ADDRESS_FILE", "RL_JOB")
+step = {"kind": kind, "words": words, "options": options, "env": {name: os.environ.get(name) for name in names}}
+
+def note(entry):
+    with open(here / "calls.jsonl", "a") as calls:
+        calls.write(json.dumps(entry) + "\n")
+
+def say(name):
+    file = here / name
+    return file.read_text().strip() if file.exists() else ""
+
+note(step)
+output = [word.partition("=")[2] for word in options if word.startswith("--output=")]
+if output and "%" not in output[0]:
+    Path(output[0]).write_text(say("check.says") + "\n")
+if kind == "nodes":
+    if say("nodes.code"):
+        sys.exit(int(say("nodes.code")))
+    Path(os.environ["RL_ADDRESS_FILE"]).write_text("10.0.0.1:6000\n")
+heard = []
+if kind in ("nodes", "train"):
+    assert sys.stdin.readline() == "#end\n"
+    if kind == "nodes" or say("train.waits"):
+        (here / f"{kind}.runs").touch()
+        for line in sys.stdin:
+            heard.append(line.strip())
+            if kind == "train":
+                break
+    note({"kind": f"{kind} ends", "heard": heard})
+sys.exit(int(say(f"{kind}.code") or 0))
+"""
+FAKE_OTHER = """#!/usr/bin/env bash
+printf '{"kind": "%s", "words": ["%s"]}\\n' "$(basename "$0")" "$*" >>"$STAND_IN/calls.jsonl"
+[ "$(basename "$0")" != squeue ] || cat "$STAND_IN/state"
+"""
+
+
+@dataclass
+class StandIn:
+    """A folder with stand-ins of srun, scontrol and squeue, and a checkout in which a job is started."""
+
+    folder: Path
+    checkout: Path
+    env: dict[str, str] = field(default_factory=dict[str, str])
+
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        job = {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_SUBMIT_DIR": str(self.checkout),
+            "SLURM_GPUS_ON_NODE": "8",
+            "SLURMD_NODENAME": "n1",
+        }
+        path = f"{self.folder}:{os.environ['PATH']}"
+        own = {"PATH": path, "STAND_IN": str(self.folder), "HOME": os.environ.get("HOME", "/")}
+        return subprocess.Popen(
+            ["bash", str(SBATCH), *arguments],
+            cwd="/",
+            env={**own, **job, **self.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **env: str) -> tuple[int, str]:
+        """(exit code, output) of a job."""
+        process = self.start(*arguments, **env)
+        out, _ = process.communicate(timeout=60)
+        return process.returncode, out
+
+    def answer(self, **answers: str | int) -> None:
+        """What steps answer: check_code=2 writes the file check.code."""
+        for name, value in answers.items():
+            (self.folder / name.replace("_", ".")).write_text(str(value))
+
+    def calls(self) -> list[dict[str, object]]:
+        lines = (self.folder / "calls.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def kinds(self) -> list[str]:
+        return [str(call["kind"]) for call in self.calls()]
+
+    def step(self, kind: str) -> dict[str, list[str]]:
+        return next(call for call in self.calls() if call["kind"] == kind)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> StandIn:
+    folder, checkout = tmp_path / "bin", tmp_path / "checkout"
+    folder.mkdir()
+    (checkout / "launch").mkdir(parents=True)
+    (checkout / "launch/ray_node.sh").touch()
+    for name, text in {"srun": FAKE_SRUN, "scontrol": FAKE_OTHER, "squeue": FAKE_OTHER}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "state").write_text("RUNNING\n")
+    return StandIn(folder, checkout)
+
+
+STEPS = ["check", "nodes", "wait", "train", "train ends", "nodes ends"]
+
+
+def test_a_job_checks_starts_nodes_waits_for_them_and_trains(slurm: StandIn):
+    code, out = slurm.run("configs/a.yaml", "trainer.seed=1")
+    assert code == 0, out
+    assert slurm.kinds() == STEPS
+    check, nodes, wait, train = (slurm.step(kind) for kind in ("check", "nodes", "wait", "train"))
+    assert check["words"][-4:] == ["megatron-rl", "check", "configs/a.yaml", "trainer.seed=1"]
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--overlap", "--no-kill"} <= set(nodes["options"])
+    assert {"--kill-on-bad-exit=0", "--wait=0"} <= set(nodes["options"])
+    logs = slurm.checkout / "runs/slurm/4711"
+    assert f"--output={logs}/%N.log" in nodes["options"]
+    # 2 nodes, 16 GPUs, 900 s
+    assert wait["words"][-6:] == ["launch/ray_node.sh", "wait", "10.0.0.1:6000", "2", "16", "900"]
+    assert {"--nodes=1", "--ntasks=1", "--nodelist=n1", "--overlap"} <= set(train["options"])
+    command = ["megatron-rl", "train", "configs/a.yaml", "trainer.seed=1", "cluster.ray_address=10.0.0.1:6000"]
+    assert train["words"][-9:] == ["bash", "launch/ray_node.sh", "--stdin", "run", "10.0.0.1:6000", *command][-9:]
+
+
+def test_a_config_that_is_refused_starts_no_node(slurm: StandIn):
+    slurm.answer(check_code=2, check_says="actor.tp: 3 -- does not divide")
+    code, out = slurm.run("configs/a.yaml")
+    assert code == 2
+    assert "actor.tp: 3 -- does not divide" in out
+    assert slurm.kinds() == ["check"]
+
+
+@pytest.mark.parametrize("train_code", [2, 129, 1])
+def test_the_code_of_the_run_is_the_code_of_the_job(slurm: StandIn, train_code: int):
+    slurm.answer(train_code=train_code)
+    code, out = slurm.run("configs/a.yaml")
+    assert code == train_code
+    assert slurm.kinds() == STEPS, out
+
+
+def test_nodes_that_do_not_join_end_the_job(slurm: StandIn):
+    slurm.answer(wait_code=2)
+    code, _ = slurm.run("configs/a.yaml")
+    assert code == 2
+    assert slurm.kinds() == ["check", "nodes", "wait", "nodes ends"]
+
+
+def test_a_head_that_does_not_start_ends_the_job(slurm: StandIn):
+    slurm.answer(nodes_code=1)
+    code, out = slurm.run("configs/a.yaml")
+    assert code == 2
+    assert "Ray's head did not start" in out and "runs/slurm/4711" in out
+    assert slurm.kinds() == ["check", "nodes"]
+
+
+def stopped(slurm: StandIn, number: signal.Signals) -> tuple[int, str]:
+    """(exit code, output) of a job that gets a signal while it trains and whose run then ends with 75."""
+    slurm.answer(train_code=75, train_waits="yes")
+    process = slurm.start("configs/a.yaml")
+    until = time.monotonic() + 30
+    while not (slurm.folder / "train.runs").exists():
+        assert time.monotonic() < until, "the run does not start"
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out
+
+
+def test_before_the_time_limit_the_run_hears_usr1_and_the_job_queues_again(slurm: StandIn):
+    code, out = stopped(slurm, signal.SIGUSR1)
+    assert code == 75, out
+    assert slurm.kinds() == [*STEPS, "squeue", "scontrol"]
+    assert slurm.step("train ends")["heard"] == ["USR1"]
+    assert slurm.step("scontrol")["words"] == ["requeue 4711"]
+    assert "SIGUSR1: asking the run to save and end" in out
+
+
+def test_a_job_that_is_stopped_by_hand_does_not_queue_again(slurm: StandIn):
+    code, out = stopped(slurm, signal.SIGTERM)
+    assert code == 75, out
+    assert slurm.step("train ends")["heard"] == ["TERM"]
+    assert slurm.kinds() == STEPS
+    assert "stopped by hand" in out
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "PENDING", ""])
+def test_a_job_that_slurm_has_ended_or_queued_itself_does_not_queue_again(slurm: StandIn, state: str):
+    slurm.answer(train_code=75, state=state)
+    code, out = slurm.run("configs/a.yaml")
+    assert code == 75
+    assert slurm.kinds() == [*STEPS, "squeue"]
+    assert f"the job is {state}: not queued again" in out
+
+
+def test_each_start_has_a_head_of_its_own_and_each_job_a_secret(slurm: StandIn):
+    for attempt in ("0", "1"):
+        assert slurm.run("configs/a.yaml", SLURM_RESTART_COUNT=attempt)[0] == 0
+    starts = [call["env"] for call in slurm.calls() if call["kind"] == "nodes"]
+    files = [Path(start["RL_ADDRESS_FILE"]).name for start in starts]  # type: ignore[index]
+    tokens = {start["RAY_AUTH_TOKEN"] for start in starts}  # type: ignore[index]
+    assert files == ["head.0", "head.1"]
+    assert len(tokens) == 2 and all(re.fullmatch("[0-9a-f]{64}", str(token)) for token in tokens)
+    assert {(start["RAY_AUTH_MODE"], start["RL_JOB"]) for start in starts} == {("token", "4711")}  # type: ignore[index]
+
+
+def test_every_step_runs_in_the_container_that_is_asked_for(slurm: StandIn):
+    code, _ = slurm.run("configs/a.yaml", CONTAINER_IMAGE="/images/rl.sqsh", CONTAINER_MOUNTS="/data:/data")
+    assert code == 0
+    for kind in ("check", "nodes", "wait", "train"):
+        options = slurm.step(kind)["options"]
+        assert {"--container-image=/images/rl.sqsh", f"--container-workdir={slurm.checkout}"} <= set(options)
+        mounts = next(word for word in options if word.startswith("--container-mounts="))
+        assert f"{slurm.checkout}:{slurm.checkout}," in mounts and mounts.endswith("/tmp:/tmp,/data:/data")
+    code, _ = slurm.run("configs/a.yaml")
+    assert not [word for call in slurm.calls()[6:] for word in call.get("options", []) if "container" in word]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "word"),
+    [
+        (["configs/a.yaml"], {"SLURM_JOB_ID": ""}, "this is a job"),
+        ([], {}, "no config"),
+        (["configs/a.yaml"], {"SLURM_SUBMIT_DIR": "/"}, "submit from the checkout"),
+    ],
+)
+def test_what_is_missing_is_said_before_any_step(slurm: StandIn, arguments: list[str], env: dict[str, str], word: str):
+    code, out = slurm.run(*arguments, **env)
+    assert code == 2
+    assert word in out
+    assert not (slurm.folder / "calls.jsonl").exists()
+
+
+def test_slurm_is_asked_for_whole_nodes_a_signal_before_the_end_and_a_requeue():
+    asked = set(re.findall(r"^#SBATCH (\S+)$", SBATCH.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    wanted = {"--signal=B:USR1@300", "--requeue", "--open-mode=append", "--exclusive", "--ntasks-per-node=1", "--mem=0"}
+    assert wanted <= asked
