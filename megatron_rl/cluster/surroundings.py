@@ -79,11 +79,16 @@ def socket_faults(environ: Mapping[str, str]) -> list[Fault]:
 def open_file_faults(ranks: int) -> list[Fault]:
     """A limit of open files that the ranks of this machine would reach; Ray raises the soft one to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = max(LEAST_OPEN_FILES, ranks * OPEN_FILES_OF_A_RANK)
+    need = least_open_files(ranks)
     if hard == resource.RLIM_INFINITY or hard >= need:
         return []
     reason = f"this shell may open {hard} files at once, and {ranks} ranks with Ray need about {need}"
     return [Fault("ulimit -n", hard, reason, f"ulimit -Hn {need} (as root, or in limits.conf), or fewer ranks a node")]
+
+
+def least_open_files(ranks: int) -> int:
+    """What the hard limit must be on a node of so many ranks."""
+    return max(LEAST_OPEN_FILES, ranks * OPEN_FILES_OF_A_RANK)
 
 
 def login_faults(loggers: Sequence[str], environ: Mapping[str, str]) -> list[Fault]:
