@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import slurm_cluster
+from tests.helpers.slurm_cluster import SlurmCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "launch/slurm.sbatch"
@@ -263,3 +268,96 @@ def test_slurm_is_asked_for_whole_nodes_a_signal_before_the_end_and_a_requeue():
     asked = set(re.findall(r"^#SBATCH (\S+)$", SBATCH.read_text(encoding="utf-8"), flags=re.MULTILINE))
     wanted = {"--signal=B:USR1@300", "--requeue", "--open-mode=append", "--exclusive", "--ntasks-per-node=1", "--mem=0"}
     assert wanted <= asked
+
+
+# Under Slurm itself. A node of Ray is a stand-in at first: it tells what it was asked, and ends as the real one does.
+FAKE_NODE = """#!/usr/bin/env bash
+if [ "$1" = --stdin ]; then
+  shift
+  read -r line && [ "$line" = "#end" ] || exit 9
+fi
+case $1 in
+  head) sleep 0.5; echo "$SLURMD_NODENAME:1" >"$RL_ADDRESS_FILE"; cat; echo "head ends" ;;
+  worker)
+    until [ -s "${2#@}" ]; do sleep 0.1; done
+    echo "joined $(cat "${2#@}")"; cat; echo "worker ends"
+    ;;
+  run)
+    [ "$4" = train ] || exit 0
+    echo "start ${SLURM_RESTART_COUNT:-0} on $SLURMD_NODENAME: ${*:3}"
+    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0
+    trap "exit 75" TERM
+    sleep 300 &
+    touch running
+    read -r heard
+    # Slurm's own signals would have reached this process as well.
+    sleep 1
+    kill $! && echo "heard $heard"
+    exit 75
+    ;;
+esac
+"""
+needs_slurm = pytest.mark.skipif(slurm_cluster.why_not() is not None, reason=f"{slurm_cluster.why_not()}")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_cluster.two_nodes() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def submitted(tmp_path: Path) -> Path:
+    """A checkout with the script and a node's stand-in."""
+    (tmp_path / "launch").mkdir()
+    shutil.copy(SBATCH, tmp_path / "launch")
+    (tmp_path / "launch/ray_node.sh").write_text(FAKE_NODE)
+    return tmp_path
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.2)
+
+
+def started(cluster: SlurmCluster, checkout: Path) -> str:
+    """The number of a job that trains."""
+    job = cluster.sbatch("launch/slurm.sbatch", "a.yaml", cwd=checkout)
+    wait_until((checkout / "running").exists, "the run does not start")
+    return job
+
+
+@needs_slurm
+def test_under_slurm_a_job_that_saved_goes_on_by_itself(cluster: SlurmCluster, submitted: Path):
+    job = started(cluster, submitted)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    end = cluster.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"), 120)
+    out = (submitted / f"slurm-{job}.out").read_text()
+    assert (end["JobState"], end["Restarts"], end["ExitCode"]) == ("COMPLETED", "1", "0:0"), out
+    command = "megatron-rl train a.yaml cluster.ray_address=n1:1"
+    assert f"start 0 on n1: {command}" in out and f"start 1 on n1: {command}" in out
+    assert "heard USR1" in out
+    # Both starts: a head and a worker that joined it, ended before the job did.
+    logs = submitted / "runs/slurm" / job
+    assert (logs / "n1.log").read_text().count("head ends") == 2
+    assert (logs / "n2.log").read_text().count("joined n1:1\nworker ends") == 2
+
+
+@needs_slurm
+def test_under_slurm_a_job_that_is_stopped_by_hand_ends(cluster: SlurmCluster, submitted: Path):
+    job = started(cluster, submitted)
+    cluster.run("scancel", "--batch", "--signal=TERM", job)
+    end = cluster.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"), 60)
+    assert (end["JobState"], end["Restarts"], end["ExitCode"]) == ("FAILED", "0", "75:0")
+    assert "heard TERM" in (submitted / f"slurm-{job}.out").read_text()
+
+
+@needs_slurm
+def test_under_slurm_a_cancelled_job_does_not_come_back(cluster: SlurmCluster, submitted: Path):
+    job = started(cluster, submitted)
+    cluster.run("scancel", job)
+    cluster.wait_for(job, ("CANCELLED",), 60)
+    wait_until(lambda: not cluster.processes(), f"left on the nodes: {cluster.processes()}")
+    assert cluster.job(job)["JobState"] == "CANCELLED"
