@@ -495,6 +495,15 @@ class OffloadReport:
 
 
 @dataclass(frozen=True)
+class FileMark:
+    """What tells a whole file from a broken one."""
+
+    size: int
+    """bytes"""
+    crc32: int
+
+
+@dataclass(frozen=True)
 class SyncReport:
     """What one weight sync did: of one rank, or of several added up.
 

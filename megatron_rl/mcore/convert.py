@@ -62,7 +62,7 @@ def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return shapes | (value_head_shapes(model.shape) if model.value_head else {})
 
 
-def _shards(model: Model, stage: int, chunk: int) -> Iterator[tuple[LocalParam, ...]]:
+def shards_of(model: Model, stage: int, chunk: int) -> Iterator[tuple[LocalParam, ...]]:
     """Each parameter of one model chunk as the ranks that share it hold it, in the order of their group."""
     by_tp = [chunk_params(model, stage, chunk, rank, 0) for rank in range(model.parallel.tp)]
     experts = model.parallel.ep * model.parallel.expert_tp if model.shape.num_experts else 1
@@ -151,7 +151,7 @@ def export_hf(
             if stages.rank() == stage:
                 params = chunk_params(model, stage, chunk, tp_group().rank(), expert_group().rank())
                 held = _checked_parameters(model, chunk, params)
-            for shards in _shards(model, stage, chunk):
+            for shards in shards_of(model, stage, chunk):
                 names = _names(shards)
                 # The last stage of a tied model holds a copy of the embedding, which was exported with the first stage.
                 if not done.issuperset(names):

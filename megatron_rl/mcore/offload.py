@@ -83,6 +83,23 @@ class Offload:
             _synchronize()
         return self._note(OffloadReport(seconds=time.perf_counter() - start) if coming else OffloadReport())
 
+    def read(self, tensor: torch.Tensor, start: int, into: torch.Tensor) -> None:
+        """Copy numbers of a tensor, in its memory's order, from `start` on to host memory [n], from wherever they are
+        now: nothing is moved. On CUDA the copy may only be queued.
+        """
+        size = tensor.element_size()
+        at, target = (int(tensor.storage_offset()) + start) * size, into.view(torch.uint8)
+        storage = tensor.untyped_storage()
+        for kind, moved in self._away.items():
+            place = 0
+            for away, nbytes in moved:
+                if away is storage:
+                    assert self._kept(kind), f"{kind} were given up"
+                    self._host[kind].read(place + at, target)
+                    return
+                place += nbytes
+        target.copy_(_bytes_of(storage)[at : at + len(target)], non_blocking=True)
+
     def take(self) -> OffloadReport:
         """The report of all moves since the last call."""
         total, self._total = self._total, OffloadReport()
@@ -135,6 +152,14 @@ class _HostMemory:
         """The inverse of copy_from."""
         for here, there in self._pairs(storages):
             there.copy_(here, non_blocking=True)
+
+    def read(self, place: int, into: torch.Tensor) -> None:
+        """Bytes of this memory from `place` on."""
+        while len(into):
+            piece, at = divmod(place, _PIECE_BYTES)
+            size = min(len(into), _PIECE_BYTES - at)
+            into[:size].copy_(self._pieces[piece][at : at + size])
+            into, place = into[size:], place + size
 
     def _pairs(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Equally long parts of this memory and of the storages, in order."""

@@ -60,6 +60,15 @@ def gathered(found: Sequence[T]) -> list[Sequence[T]]:
     return parts
 
 
+def gathered_by_first(value: T) -> list[T]:
+    """The value of each rank of the default group, in rank order, on the first of them; an empty list elsewhere."""
+    first = torch.distributed.get_rank() == 0
+    parts: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
+    # All ranks come, whatever they have.
+    torch.distributed.gather_object(value, parts)
+    return parts or []
+
+
 def reduce_metrics(metrics: Mapping[str, Metric], group: torch.distributed.ProcessGroup | None) -> dict[str, Metric]:
     """Sums and counts added over `group`, in float64. All ranks must hold the same names."""
     if not metrics:

@@ -101,6 +101,11 @@ def dp_cp_group() -> torch.distributed.ProcessGroup:
     return cast(torch.distributed.ProcessGroup, group)
 
 
+def expert_dp_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold the same experts."""
+    return cast(torch.distributed.ProcessGroup, parallel_state.get_expert_data_parallel_group())
+
+
 def destroy() -> None:
     """Leave all groups (tests run several layouts in one process)."""
     if parallel_state.model_parallel_is_initialized():

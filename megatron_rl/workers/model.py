@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.mcore.build import Model, Trainable, build_model, make_trainable
+from megatron_rl.mcore.checkpoint import SavedState
 from megatron_rl.mcore.convert import export_hf, lm_head_shapes, load_hf
 from megatron_rl.mcore.finite import refuse_bad_weights
 from megatron_rl.mcore.heads import columns_reader
@@ -76,6 +77,8 @@ class TrainedModel:
         self.trainable = trainable
         # Each update zeroes the gradients first, so their values need not be kept.
         self.memory = Offload(trainable, offloaded, keep_grads=False)
+        self.saved = SavedState(trainable, self.memory)
+        """What a checkpoint has of it."""
         self.changed = True
         """Whether the weights differ from those published last; None were at first."""
 

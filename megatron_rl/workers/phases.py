@@ -12,7 +12,7 @@ from megatron_rl.types import OffloadReport
 
 Where = Literal["device", "host", "stays"]
 """stays: wherever the phase before has left it."""
-PhaseName = Literal["generate", "forward", "update", "publish", "save", "between"]
+PhaseName = Literal["generate", "forward", "update", "publish", "save", "load", "between"]
 MemoryKind = Literal["params", "grads", "optimizer"]
 
 
@@ -59,6 +59,8 @@ PHASES: dict[PhaseName, Phase] = {
     # The publisher wakes the engine part by part: its weights, then, once those of the actor may leave, its KV cache.
     "publish": Phase("stays", working=Memory(params="device", grads="host", optimizer="host")),
     "save": Phase("stays", working=Memory(params="device")),
+    # A checkpoint is saved in no phase: it is read from where the memory is.
+    "load": Phase("asleep", working=Memory(params="device", optimizer="device"), actor=HOST),
     # After each pass: a critic leaves at once, so that actor and critic need not fit together.
     "between": Phase("stays"),
 }

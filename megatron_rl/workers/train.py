@@ -17,7 +17,7 @@ from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import quiet_libraries, setup_logging
 from megatron_rl.parallel.collectives import adder
 from megatron_rl.parallel.topology import topology_of
-from megatron_rl.types import Column
+from megatron_rl.types import Column, FileMark
 from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.weights.heads import token_classifier_config
 from megatron_rl.workers.batch import BatchWorker
@@ -26,6 +26,7 @@ from megatron_rl.workers.phases import PhaseName, RankMemory
 from megatron_rl.workers.records import ModelColumn, Read, Role, RolePlan, SavedForm, TrainPlan, UpdateResult
 
 if TYPE_CHECKING:
+    from megatron_rl.mcore.checkpoint import SavedState
     from megatron_rl.workers.model import FrozenModel, TrainedModel
 
 
@@ -51,6 +52,7 @@ class TrainWorker:
         cpu.install()
         # Megatron's modules are imported after the shim and after the environment is set.
         from megatron_rl.parallel import groups
+        from megatron_rl.workers.checkpoint import StateFiles
         from megatron_rl.workers.model import build_frozen, build_trained
 
         layout = plan.roles["actor"].parallel
@@ -60,8 +62,9 @@ class TrainWorker:
         if plan.device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.batch = BatchWorker(cfg, adder(groups.dp_group()), has_columns=groups.ends_pipeline())
-        self.trained: dict[str, TrainedModel] = {}
-        self.frozen: dict[str, FrozenModel] = {}
+        self._state = StateFiles(rank, world, layout)
+        self.trained: dict[Role, TrainedModel] = {}
+        self.frozen: dict[Role, FrozenModel] = {}
         for role, of_role in plan.roles.items():
             if of_role.training is None:
                 self.frozen[role] = build_frozen(of_role, cfg, device)
@@ -123,6 +126,39 @@ class TrainWorker:
         self._write(Path(path), model.export(form), self._plan.roles[role], form)
         self.enter("between")
         return path
+
+    def save_state(self, folder: str, background: bool) -> None:
+        """Begin a checkpoint: copy this rank's share of all trained models, and of its random generators, to host
+        memory; a thread writes it to `folder`, or, if not in the background, it is written when this returns. Training
+        may go on. An error comes out of finish_save, which must be called before the next save.
+        """
+        # No phase: a snapshot is read from where the memory is, and nothing is moved for it.
+        self._state.begin(Path(folder), self._saved(), background)
+
+    def finish_save(self) -> dict[str, FileMark]:
+        """Wait until the checkpoint that was begun is written: relative name of each file that this rank has written ->
+        its mark. CheckpointError on all ranks if a rank could not write. Empty if none was begun.
+        """
+        return self._state.finish()
+
+    def check_files(self, folder: str, marks: Mapping[str, FileMark]) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's files; each is read once over all ranks."""
+        return self._state.faults(Path(folder), marks)
+
+    def load_state(self, folder: str) -> list[str]:
+        """All trained models as a checkpoint has them: weights, masters, moments, steps, learning rate; and the random
+        generators, if the layout is the same. Returns notes for a reader.
+
+        CheckpointError on all ranks, before anything is changed, if the tensors are not those of the models.
+        """
+        notes = self._state.load(Path(folder), self._saved(), lambda role: self.enter("load", role))
+        self.enter("between")
+        for model in self.trained.values():
+            model.changed = True
+        return notes
+
+    def _saved(self) -> dict[Role, SavedState]:
+        return {role: model.saved for role, model in self.trained.items()}
 
     def _write(self, path: Path, tensors: Iterator[tuple[str, torch.Tensor]], plan: RolePlan, form: SavedForm) -> None:
         """Rank 0 writes a folder from an export that all ranks take part in."""

@@ -1,0 +1,236 @@
+"""Rectangles of tensors in the files of torch.distributed.checkpoint (DCP), and back.
+
+Each rank writes one file, with what it has of every tensor; `.metadata`, written by one rank when all have written,
+says where each rectangle is. Nothing here is a collective: whoever calls brings the ranks' results together.
+torch's own tools read these folders (torch.distributed.checkpoint.load and format_utils).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.types import FileMark
+
+METADATA = ".metadata"
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a saved tensor, and memory for its numbers on this rank. A scalar has no offsets."""
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WrittenChunk:
+    """A rectangle of a saved tensor, and where its numbers are."""
+
+    name: str
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    place: tuple[int, int]
+    """First byte and number of bytes in the file."""
+
+
+@contextmanager
+def naming(path: Path, action: str) -> Generator[None]:
+    """Name the file in an error of the operating system, as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be {action}: {error.strerror or error}") from error
+
+
+class MarkedFile(io.FileIO):
+    """A new file that knows the checksum of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w")
+        self.failure: OSError | None = None
+        self._crc32 = 0
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
+        """All of `data`: the system may take less at once. An error is kept as well: torch.save hides it."""
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view:
+                count = super().write(view)
+                self._crc32 = zlib.crc32(view[:count], self._crc32)
+                view = view[count:]
+        except OSError as error:
+            self.failure = error
+            raise
+        return size
+
+    def finish(self) -> FileMark:
+        """Have it on the disk; its size and checksum."""
+        os.fsync(self.fileno())
+        return FileMark(self.tell(), self._crc32)
+
+
+def mark_of(path: Path) -> FileMark:
+    """Size and checksum of a file as it is. Raises OSError."""
+    crc32, buffer = 0, bytearray(_PIECE)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc32 = zlib.crc32(memoryview(buffer)[:count], crc32)
+        return FileMark(file.tell(), crc32)
+
+
+def write_file(path: Path, data: bytes) -> FileMark:
+    """A small file, on the disk when this returns. Raises CheckpointError."""
+    with naming(path, "written"), MarkedFile(path) as file:
+        file.write(data)
+        return file.finish()
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names of a folder's files on the disk. Raises CheckpointError."""
+    with naming(folder, "written"):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[WrittenChunk], FileMark]:
+    """One rank's file, on the disk when this returns. Tensors must lie on the CPU. Raises CheckpointError."""
+    written: list[WrittenChunk] = []
+    with naming(path, "written"), MarkedFile(path) as file:
+        for chunk in chunks:
+            first = file.tell()
+            try:
+                # A copy: torch.save writes the whole memory that a view is of.
+                torch.save(chunk.tensor.clone(), file)
+            except RuntimeError:
+                if file.failure is None:
+                    raise
+                raise file.failure from None
+            place = (first, file.tell() - first)
+            written.append(WrittenChunk(chunk.name, chunk.offsets, tuple(chunk.tensor.shape), path.name, place))
+        return written, file.finish()
+
+
+def write_metadata(
+    folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], written: Sequence[WrittenChunk]
+) -> FileMark:
+    """What makes a folder of the ranks' files a checkpoint. tensors: name -> (shape, dtype) of each, whole. written: by
+    all ranks. Raises CheckpointError if the rectangles are not the tensors.
+    """
+    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
+    for chunk in written:
+        sizes = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.size))
+        chunks[chunk.name].append(sizes)
+    faults = [
+        f"{name}: {count} of {prod(tensors[name][0])} numbers"
+        for name, of_name in chunks.items()
+        if (count := sum(prod(chunk.sizes) for chunk in of_name)) != prod(tensors[name][0])
+    ]
+    if faults:
+        raise CheckpointError(f"{folder}: the ranks have not written each number once: " + "; ".join(faults))
+    metadata = Metadata(
+        {
+            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks[name])
+            for name, (shape, dtype) in tensors.items()
+        },
+        planner_data={name: (name,) for name in tensors},
+        storage_data={
+            MetadataIndex(chunk.name, chunk.offsets): _StorageInfo(chunk.file, *chunk.place) for chunk in written
+        },
+    )
+    return write_file(folder / METADATA, pickle.dumps(metadata))
+
+
+class SavedTensors:
+    """A folder that write_metadata has completed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError if the folder has no metadata that can be read."""
+        self.folder = folder
+        with naming(folder / METADATA, "read"):
+            try:
+                self._metadata = FileSystemReader(folder).read_metadata()
+            except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+                raise CheckpointError(f"{folder / METADATA}: is no metadata of a checkpoint: {error}") from error
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each tensor."""
+        tensors = self._metadata.state_dict_metadata
+        return {name: tuple(t.size) for name, t in tensors.items() if isinstance(t, TensorStorageMetadata)}
+
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """Fill the memory of `chunks`, reading only stored rectangles that they share numbers with, each once.
+        The memory may be on any device. Raises CheckpointError.
+        """
+        reads: dict[str, dict[MetadataIndex, list[tuple[ReadItem, torch.Tensor]]]] = {}
+        for item, target in self._items(chunks):
+            file = self._metadata.storage_data[item.storage_index].relative_path
+            reads.setdefault(file, {}).setdefault(item.storage_index, []).append((item, target))
+        for name, of_file in reads.items():
+            path = self.folder / name
+            with naming(path, "read"), open(path, "rb") as file:
+                for index, items in of_file.items():
+                    info = self._metadata.storage_data[index]
+                    file.seek(info.offset)
+                    _fill(path, file.read(info.length), items)
+
+    def _items(self, chunks: Sequence[Chunk]) -> Iterator[tuple[ReadItem, torch.Tensor]]:
+        """Stored rectangles by what of them goes where: each with the memory that it fills."""
+        by_name: dict[str, list[Chunk]] = {}
+        for chunk in chunks:
+            by_name.setdefault(chunk.name, []).append(chunk)
+        for name, of_name in by_name.items():
+            stored = self._metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata), name
+            wanted = [ChunkStorageMetadata(torch.Size(c.offsets), c.tensor.shape) for c in of_name]
+            for item in create_read_items_for_chunk_list(name, stored, wanted):
+                number = item.dest_index.index
+                assert number is not None, item
+                yield item, _narrow(of_name[number].tensor, item.dest_offsets, item.lengths)
+
+
+def _fill(path: Path, data: bytes, items: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
+    """The numbers of one stored rectangle to all places that want some of them."""
+    try:
+        stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{path}: {items[0][0].storage_index.fqn} cannot be read: {error}") from error
+    for item, target in items:
+        target.copy_(_narrow(stored, item.storage_offsets, item.lengths))
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor

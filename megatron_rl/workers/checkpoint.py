@@ -1,0 +1,258 @@
+"""One rank's files of a checkpoint: written beside the training by a thread, checked, and read again.
+
+A checkpoint's folder has a folder of tensors for each trained model (weights/dcp.py), named by its role, and in `ranks`
+a file of each rank with its random generators. Who makes it complete, and by which names, is runs/checkpoints.py.
+
+The thread writes what the call that began it has copied. Collectives are in the calls alone, never in the thread.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config.sections.actor import ParallelConfig
+from megatron_rl.errors import CheckpointError
+from megatron_rl.mcore.checkpoint import SCALARS, SavedState, generators, set_generators
+from megatron_rl.messages import first_of
+from megatron_rl.parallel.collectives import gathered, gathered_by_first
+from megatron_rl.types import FileMark
+from megatron_rl.weights.dcp import (
+    METADATA,
+    Chunk,
+    SavedTensors,
+    WrittenChunk,
+    mark_of,
+    naming,
+    sync_folder,
+    write_chunks,
+    write_file,
+    write_metadata,
+)
+from megatron_rl.workers.records import Role
+
+RANKS = "ranks"
+WholeTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""name -> (shape, dtype)"""
+Marks = dict[str, FileMark]
+"""file, relative to the checkpoint's folder -> its mark"""
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Raise CheckpointError on all ranks if any has a fault, with the faults of all. A collective."""
+    every = list(dict.fromkeys(fault for of_rank in gathered(faults) for fault in of_rank))
+    if every:
+        raise CheckpointError(first_of(every, 20, "\n"))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the thread writes: by role, the tensors of one model and what this rank has of them."""
+
+    folder: Path
+    rank: int
+    models: Mapping[Role, tuple[WholeTensors, Sequence[Chunk]]]
+    generators: bytes
+
+    def write(self, in_background: bool) -> tuple[dict[str, list[WrittenChunk]], Marks]:
+        """Returns where rectangles were written, by role, and the files. Raises CheckpointError."""
+        if in_background:
+            # Of this thread alone: what trains goes first on every core.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        marks: Marks = {}
+        written: dict[str, list[WrittenChunk]] = {}
+        for role, (_, chunks) in self.models.items():
+            name = f"{role}/rank_{self.rank:05d}.distcp"
+            _make_folder(self.folder / role)
+            written[role], marks[name] = write_chunks(self.folder / name, chunks)
+        name = f"{RANKS}/{_rank_file(self.rank)}"
+        _make_folder(self.folder / RANKS)
+        marks[name] = write_file(self.folder / name, self.generators)
+        for folder in [*self.models, RANKS, ""]:
+            sync_folder(self.folder / folder)
+        return written, marks
+
+
+class StateFiles:
+    """This rank's part of checkpoints: writes one at a time, and reads."""
+
+    def __init__(self, rank: int, world: int, parallel: ParallelConfig) -> None:
+        self._rank, self._world, self._layout = rank, world, layout_of(parallel, world)
+        self._begun: tuple[_Work, Future[tuple[dict[str, list[WrittenChunk]], Marks]]] | None = None
+
+    def begin(self, folder: Path, models: Mapping[Role, SavedState], background: bool) -> None:
+        """Copy what this rank saves, and write it: in a thread, or until this returns. folder: of a new checkpoint.
+        An error comes out of `finish`.
+        """
+        assert self._begun is None, "a checkpoint is begun before the one before it is finished"
+        states = io.BytesIO()
+        torch.save({"layout": dict(self._layout), "generators": generators()}, states)
+        chunks: dict[Role, tuple[WholeTensors, Sequence[Chunk]]] = {
+            role: (state.tensors(), state.snapshot()) for role, state in models.items()
+        }
+        work = _Work(folder, self._rank, chunks, states.getvalue())
+        with_thread = ThreadPoolExecutor(1, "checkpoint")
+        future = with_thread.submit(work.write, background)
+        with_thread.shutdown(wait=False)
+        self._begun = work, future
+        if not background:
+            wait([future])
+
+    def finish(self) -> Marks:
+        """Wait for the files and make the tensors readable; the files that this rank has written. A collective.
+        Raises CheckpointError on all ranks, with the error of each.
+        """
+        if self._begun is None:
+            return {}
+        work, future = self._begun
+        self._begun = None
+        written: dict[str, list[WrittenChunk]] = {}
+        marks: Marks = {}
+        faults: list[str] = []
+        try:
+            written, marks = future.result()
+        except CheckpointError as error:
+            faults.append(f"rank {self._rank}: {error}")
+        refuse(faults)
+        of_ranks = gathered_by_first(written)
+        if of_ranks:
+            try:
+                marks |= _complete(work, of_ranks)
+            except CheckpointError as error:
+                faults.append(f"rank {self._rank}: {error}")
+        refuse(faults)
+        return marks
+
+    def faults(self, folder: Path, marks: Mapping[str, FileMark]) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's files."""
+        return file_faults(folder, marks, (self._rank, self._world))
+
+    def load(self, folder: Path, models: Mapping[Role, SavedState], to_device: Callable[[Role], None]) -> list[str]:
+        """Models, then random generators, from a checkpoint; notes for a reader. to_device: brings a model's memory
+        there. A collective. Raises CheckpointError on all ranks; before anything is changed, if the tensors are not
+        those of the models.
+        """
+        saved = open_saved(folder, {role: state.tensors() for role, state in models.items()})
+        for role, state in models.items():
+            to_device(role)
+            read_state(state, saved[role])
+        return read_generators(folder, self._rank, self._layout)
+
+
+def _complete(work: _Work, of_ranks: Sequence[Mapping[str, list[WrittenChunk]]]) -> Marks:
+    marks: Marks = {}
+    for role, (tensors, _) in work.models.items():
+        written = [chunk for of_rank in of_ranks for chunk in of_rank[role]]
+        marks[f"{role}/{METADATA}"] = write_metadata(work.folder / role, tensors, written)
+        sync_folder(work.folder / role)
+    return marks
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
+
+
+def _make_folder(folder: Path) -> None:
+    with naming(folder, "made"):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def layout_of(parallel: ParallelConfig, world: int) -> dict[str, int]:
+    """What two runs have in common if a rank of one does the work of that rank of the other."""
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "vpp": parallel.vpp, "ep": parallel.ep}
+    return {"ranks": world, **sizes, "etp": parallel.expert_tp}
+
+
+def file_faults(folder: Path, marks: Mapping[str, FileMark], share: tuple[int, int]) -> list[str]:
+    """What is wrong with some files of a checkpoint. share: (index, count) of the parts that they are dealt to."""
+    faults: list[str] = []
+    for name in sorted(marks)[share[0] :: share[1]]:
+        path, wanted = folder / name, marks[name]
+        try:
+            mark = mark_of(path)
+        except OSError as error:
+            faults.append(f"{path}: cannot be read: {error.strerror}")
+            continue
+        if mark.size != wanted.size:
+            faults.append(f"{path}: has {mark.size} bytes, and {wanted.size} were written")
+        elif mark != wanted:
+            faults.append(f"{path}: its bytes are not those that were written (checksum)")
+    return faults
+
+
+def open_saved(folder: Path, models: Mapping[Role, WholeTensors]) -> dict[Role, SavedTensors]:
+    """The saved tensors of each model, by role. Raises CheckpointError on all ranks if they are not the model's, naming
+    each that is missing, surplus or misshaped. A collective.
+    """
+    saved: dict[Role, SavedTensors] = {}
+    faults: list[str] = []
+    for role, tensors in models.items():
+        try:
+            saved[role] = SavedTensors(folder / role)
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        faults += [f"{folder / role}: {fault}" for fault in _differences(saved[role].shapes, tensors)]
+    refuse(faults)
+    return saved
+
+
+def _differences(saved: Mapping[str, tuple[int, ...]], wanted: WholeTensors) -> list[str]:
+    missing = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
+    surplus = [f"{name} is not in the model" for name in saved if name not in wanted]
+    return [
+        *missing,
+        *surplus,
+        *(
+            f"{name} is {list(saved[name])} in the checkpoint, {list(shape)} in the model"
+            for name, (shape, _) in wanted.items()
+            if name in saved and saved[name] != shape
+        ),
+    ]
+
+
+def read_state(state: SavedState, saved: SavedTensors) -> None:
+    """Fill a model's state, whose memory is on the device, from its saved tensors. A collective. Raises CheckpointError
+    on all ranks if a file cannot be read; the model is broken then.
+    """
+    scalars = {name: torch.zeros((), dtype=torch.int64) for name in SCALARS}
+    faults: list[str] = []
+    try:
+        saved.read([*state.targets(), *(Chunk(name, (), value) for name, value in scalars.items())])
+    except CheckpointError as error:
+        faults.append(str(error))
+    refuse(faults)
+    state.loaded({name: int(value) for name, value in scalars.items()})
+
+
+def read_generators(folder: Path, rank: int, layout: Mapping[str, int]) -> list[str]:
+    """Restore this rank's random generators if the checkpoint is of the same layout; else a note that says so."""
+    then = _rank_states(folder / RANKS / _rank_file(0))["layout"]
+    if then != layout:
+        return [
+            f"random generators of the ranks start anew: the checkpoint is of {_shown(then)}, this run has "
+            f"{_shown(layout)}"
+        ]
+    set_generators(_rank_states(folder / RANKS / _rank_file(rank))["generators"])
+    return []
+
+
+def _rank_states(path: Path) -> dict[str, Any]:
+    with naming(path, "read"):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _shown(layout: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in layout.items() if name == "ranks" or size > 1)
