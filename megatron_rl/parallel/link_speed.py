@@ -10,6 +10,7 @@ exchange does not end, all ranks stop after that round, so that its two ends are
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -124,9 +125,26 @@ def _size(kind: Kind | Literal["all"], device: torch.device) -> int:
 
 def _best_seconds(start: Callable[[], list[dist.Work]], device: torch.device) -> float | None:
     """The fastest of REPEATS runs, the first of which also connects; None where one does not end."""
-    deadline, best = time.monotonic() + EXCHANGE_S, float("inf")
+    deadline = time.monotonic() + EXCHANGE_S
+    if device.type == "cpu":
+        return _fastest(lambda: _cpu_seconds(start, deadline))
+    # NCCL connects in the thread that calls it, and waits there for the other rank without any deadline.
+    results: list[float | None] = []
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        results.append(_fastest(lambda: _cuda_seconds(start, deadline)))
+
+    thread = threading.Thread(target=run, name="link", daemon=True)
+    thread.start()
+    thread.join(EXCHANGE_S + 1.0)
+    return results[0] if results else None
+
+
+def _fastest(timed: Callable[[], float | None]) -> float | None:
+    best = float("inf")
     for _ in range(REPEATS):
-        seconds = _cuda_seconds(start, deadline) if device.type == "cuda" else _cpu_seconds(start, deadline)
+        seconds = timed()
         if seconds is None:
             return None
         best = min(best, seconds)

@@ -1,5 +1,6 @@
 """Links between real gloo ranks: measured, and named where an exchange does not end."""
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import os
