@@ -79,8 +79,15 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if cfg.dp_size * cfg.actor.cp == 1:
         yield from ((f"actor.overlap_{what}", "one rank has each weight") for what in ("grad_reduce", "param_gather"))
     yield from ((f"rollout.{key}", why) for key, why in _unread_of_rollout(cfg))
-    if cfg.cluster.backend == "inline":
-        yield "cluster.num_cpus_per_rank", "cluster.backend is inline"
+    yield from ((f"cluster.{key}", why) for key, why in _unread_of_cluster(cfg))
+
+
+def _unread_of_cluster(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    cluster = cfg.cluster
+    if cluster.backend == "inline":
+        yield from ((key, "cluster.backend is inline") for key in ("num_cpus_per_rank", "check_links", "expected_gbps"))
+    elif cluster.nnodes == 1 or not cluster.measures_links:
+        yield "expected_gbps", "no link between nodes is measured"
 
 
 def _unread_of_rollout(cfg: RunConfig) -> Iterator[tuple[str, str]]:

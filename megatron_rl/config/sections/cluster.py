@@ -25,7 +25,18 @@ class ClusterConfig:
     """Port of the local Ray head node; a free one if unset. A port in use is an error."""
     num_cpus_per_rank: PositiveFloat = 1.0
     """CPU cores that Ray reserves per rank."""
+    check_links: bool | None = None
+    """Whether ranks measure the speed of their links before workers are built (some seconds; not on the inline
+    backend). Unset: where nnodes is above 1."""
+    expected_gbps: PositiveFloat | None = None
+    """Gbit/s that a link between two nodes must have, of each GPU while all send at once. A slower one is refused; far
+    below the median always is."""
     start_timeout_s: PositiveFloat = 600.0
     """Timeout for all ranks to start, load weights and build their engines, in seconds."""
     step_timeout_s: PositiveFloat = 3600.0
     """Timeout of one call on the workers, in seconds; the run then stops and names the call and the rank."""
+
+    @property
+    def measures_links(self) -> bool:
+        """check_links, as it is meant."""
+        return self.nnodes > 1 if self.check_links is None else self.check_links
