@@ -15,7 +15,7 @@ from megatron_rl.errors import FlowError
 from megatron_rl.flow.checks import find_faults, nearest, raise_faults, unused_sources
 from megatron_rl.flow.kinds import kind_text
 from megatron_rl.flow.node import Absent, Node, StandIn, StatedType, fn_name, read_signature
-from megatron_rl.flow.run import PartialRun, Timings, run_nodes
+from megatron_rl.flow.run import During, PartialRun, Timings, run_nodes, untold
 
 
 class Flow:
@@ -29,6 +29,8 @@ class Flow:
         own = [one for one in nodes if isinstance(one, Node)]
         raise_faults(find_faults(own, self._sources, self._absent) + unused_sources(own, self._sources))
         self._nodes = self._wired(own)
+        self.during: During = untold
+        """Entered with the name of each node that runs, for whoever tells what a step is at."""
         self.last_timings: Timings = {}
         """node -> (start, end) of the last run, by time.perf_counter."""
 
@@ -83,7 +85,7 @@ class Flow:
         if missing:
             raise FlowError(f"run needs the source value(s) {missing} -- pass them by name: run({missing[0]}=...)")
         timings: Timings = {}
-        values = run_nodes(nodes, so_far.values, timings)
+        values = run_nodes(nodes, so_far.values, timings, self.during)
         return PartialRun(values, so_far.done | names, so_far.timings | timings)
 
     def watch(self, readers: Sequence[Node]) -> None:

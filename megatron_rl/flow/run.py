@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,7 +26,18 @@ class PartialRun:
     timings: Timings = field(default_factory=dict[str, tuple[float, float]])
 
 
-def run_nodes(nodes: Sequence[Node], sources: Mapping[str, object], timings: Timings) -> dict[str, object]:
+During: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Entered with a node's name while it runs, in the thread that runs it."""
+
+
+def untold(name: str) -> AbstractContextManager[None]:
+    """Nobody is told that a node runs."""
+    return nullcontext()
+
+
+def run_nodes(
+    nodes: Sequence[Node], sources: Mapping[str, object], timings: Timings, during: During
+) -> dict[str, object]:
     """Run checked nodes from the source values; returns every value by name.
 
     timings is filled with node -> (start, end) of time.perf_counter as nodes end. A node that is alone in
@@ -42,10 +54,10 @@ def run_nodes(nodes: Sequence[Node], sources: Mapping[str, object], timings: Tim
             ready = [node for node in rest if values.keys() >= node.inputs.keys()]
             rest = [node for node in rest if node not in ready]
             if len(ready) == 1 and not running:
-                values.update(_timed_call(ready[0], _inputs(ready[0], values), timings))
+                values.update(_timed_call(ready[0], _inputs(ready[0], values), timings, during))
                 continue
             for node in ready:
-                running[pool.submit(_timed_call, node, _inputs(node, values), timings)] = node
+                running[pool.submit(_timed_call, node, _inputs(node, values), timings, during)] = node
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             failed = [future for future in done if future.exception() is not None]
             if failed:
@@ -74,10 +86,11 @@ def _inputs(node: Node, values: Mapping[str, object]) -> dict[str, object]:
     return {name: values[name] for name in node.inputs}
 
 
-def _timed_call(node: Node, inputs: Mapping[str, object], timings: Timings) -> dict[str, object]:
+def _timed_call(node: Node, inputs: Mapping[str, object], timings: Timings, during: During) -> dict[str, object]:
     start = time.perf_counter()
     try:
-        return node.call(inputs)
+        with during(node.name):
+            return node.call(inputs)
     except BaseException as error:
         error.add_note(f"in node {node.name!r} of the flow")
         raise

@@ -62,7 +62,7 @@ class EvenTokens:
         return [RewardResult(float((ids % 2 == 0).mean())) for ids in responses]
 
 
-def _serial(nodes: Any, sources: Any, timings: Any) -> dict[str, Any]:
+def _serial(nodes: Any, sources: Any, timings: Any, during: Any) -> dict[str, Any]:
     """run_nodes, node after node: threads would call collectives in another order on each rank."""
     values, rest = dict(sources), list(nodes)
     while rest:

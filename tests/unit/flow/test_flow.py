@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections.abc
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -355,6 +357,30 @@ def test_a_step_runs_in_parts_and_nothing_runs_twice():
     end = flow.advance(learned)
     assert end.done - learned.done == {"update"} and end.timings.keys() == end.done and seen == [2.0, 4.0]
     assert {name: end.values[name] for name in whole} == whole
+
+
+def test_whoever_tells_of_a_step_hears_of_each_node_as_it_begins_and_ends():
+    heard: list[str] = []
+
+    @contextmanager
+    def during(name: str) -> Iterator[None]:
+        heard.append(f"{name} begins")
+        try:
+            yield
+        finally:
+            heard.append(f"{name} ends")
+
+    def fails(doubled: int) -> int:
+        raise ValueError("no")
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    flow = Flow([node(double, gives="doubled"), node(fails, gives="never")], {"number": int})
+    flow.during = during
+    with pytest.raises(ValueError, match="no"):
+        flow.run(number=1)
+    assert heard == ["double begins", "double ends", "fails begins", "fails ends"]
 
 
 def test_what_has_no_name_is_refused():
