@@ -48,7 +48,7 @@ class GpuFacts:
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class NodeHealth:
     """One node, as it sees itself."""
 
     host: str
@@ -117,7 +117,7 @@ def labels(hosts: Sequence[str]) -> list[str]:
 
 
 def node_faults(
-    names: Sequence[str], nodes: Sequence[NodeFacts], clocks: Sequence[Clock], driver: NodeFacts, wanted: Wanted
+    names: Sequence[str], nodes: Sequence[NodeHealth], clocks: Sequence[Clock], driver: NodeHealth, wanted: Wanted
 ) -> list[NodeFault]:
     """Everything wrong with the nodes. names: one for each node, unique. driver: facts of the controller's own node."""
     faults = version_faults(names, nodes, driver)
@@ -127,7 +127,7 @@ def node_faults(
     return faults
 
 
-def version_faults(names: Sequence[str], nodes: Sequence[NodeFacts], driver: NodeFacts) -> list[NodeFault]:
+def version_faults(names: Sequence[str], nodes: Sequence[NodeHealth], driver: NodeHealth) -> list[NodeFault]:
     """Nodes whose packages differ from those of most nodes, and most nodes where they differ from the controller."""
     cure = "give all nodes one environment: the same image, or a folder that they share"
     faults: list[NodeFault] = []
@@ -146,7 +146,7 @@ def version_faults(names: Sequence[str], nodes: Sequence[NodeFacts], driver: Nod
     return faults
 
 
-def _own_faults(node: NodeFacts, clock: Clock, wanted: Wanted) -> Iterator[tuple[str, str, str]]:
+def _own_faults(node: NodeHealth, clock: Clock, wanted: Wanted) -> Iterator[tuple[str, str, str]]:
     """(check, reason, cure) of what a node lacks by itself."""
     if abs(clock.ahead_s) - clock.within_s > MOST_SKEW_S:
         way = "ahead of" if clock.ahead_s > 0 else "behind"
@@ -164,7 +164,7 @@ def _own_faults(node: NodeFacts, clock: Clock, wanted: Wanted) -> Iterator[tuple
         yield from _gpu_faults(node, wanted.ranks_a_node)
 
 
-def _gpu_faults(node: NodeFacts, ranks: int) -> Iterator[tuple[str, str, str]]:
+def _gpu_faults(node: NodeHealth, ranks: int) -> Iterator[tuple[str, str, str]]:
     if node.gpu_trouble:
         yield "GPUs", node.gpu_trouble, "look at dmesg for Xid lines; drain the node"
         return
@@ -185,7 +185,7 @@ def _gpu_faults(node: NodeFacts, ranks: int) -> Iterator[tuple[str, str, str]]:
             yield f"GPU {gpu.index}", reason, "look at cooling and power, or drain the node"
 
 
-def _folder_faults(node: NodeFacts, driver: NodeFacts, wanted: Wanted) -> Iterator[tuple[str, str, str]]:
+def _folder_faults(node: NodeHealth, driver: NodeHealth, wanted: Wanted) -> Iterator[tuple[str, str, str]]:
     """What of the run's files a node does not see as the controller does."""
     if wanted.token is not None and node.token != wanted.token:
         reason = "does not see the file that the controller has just written in the run's folder"
@@ -197,7 +197,7 @@ def _folder_faults(node: NodeFacts, driver: NodeFacts, wanted: Wanted) -> Iterat
             yield path, "holds other files, or files of other sizes, than on the controller's node", "copy it again"
 
 
-def node_notes(names: Sequence[str], nodes: Sequence[NodeFacts], wanted: Wanted) -> list[str]:
+def node_notes(names: Sequence[str], nodes: Sequence[NodeHealth], wanted: Wanted) -> list[str]:
     """What a reader should know, and what stops no run."""
     notes: list[str] = []
     if not wanted.with_gpus:
@@ -261,7 +261,7 @@ def _check(link: Link) -> str:
     return "link between nodes" if link.kind == "between" else "link within the node"
 
 
-def rows(nodes: Sequence[NodeFacts], clocks: Sequence[Clock]) -> dict[str, list[str]]:
+def rows(nodes: Sequence[NodeHealth], clocks: Sequence[Clock]) -> dict[str, list[str]]:
     """Check -> what each node shows."""
     table: dict[str, list[str]] = {}
     for package in dict.fromkeys(name for node in nodes for name in node.versions):
@@ -279,14 +279,14 @@ def rows(nodes: Sequence[NodeFacts], clocks: Sequence[Clock]) -> dict[str, list[
     return table
 
 
-def _gpus(node: NodeFacts) -> str:
+def _gpus(node: NodeHealth) -> str:
     if node.gpu_trouble or node.gpus is None:
         return "?"
     kinds = Counter(f"{gpu.name} {gib(gpu.memory)}" for gpu in node.gpus)
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
 
 
-def one_line(node: NodeFacts) -> str:
+def one_line(node: NodeHealth) -> str:
     """The only node of a run, for its first lines."""
     gpus = "no GPU" if node.gpus == () and not node.gpu_trouble else f"GPUs: {_gpus(node)}"
     free = f"{gib(node.memory_free)} memory free, {gib(node.temporary_free)} free in {node.temporary}"

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.cluster.nodecheck import GpuFacts, NodeFacts
+from megatron_rl.cluster.nodecheck import GpuFacts, NodeHealth
 from megatron_rl.observe.versions import versions
 
 SMI_S = 30.0
@@ -26,7 +26,7 @@ QUERY = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected
 ROWS_QUERY = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
 
 
-def collect(folders: Sequence[str], token_file: str | None, with_gpus: bool, is_alone: bool = False) -> NodeFacts:
+def collect(folders: Sequence[str], token_file: str | None, with_gpus: bool, is_alone: bool = False) -> NodeHealth:
     """The facts of this node.
 
     folders: paths whose contents are compared. token_file: a file to read. is_alone: there is no other node, so
@@ -35,7 +35,7 @@ def collect(folders: Sequence[str], token_file: str | None, with_gpus: bool, is_
     temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     gpus, trouble = _gpus() if with_gpus else ((), "")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return NodeFacts(
+    return NodeHealth(
         host=platform.node(),
         versions={} if is_alone else versions() | {"code": code_digest()},
         cpus=len(os.sched_getaffinity(0)),

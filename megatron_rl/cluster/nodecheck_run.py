@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megatron_rl.cluster import nodecheck, nodecheck_facts, nodecheck_reach
-from megatron_rl.cluster.nodecheck import Clock, NodeFacts, NodeFault, Wanted
+from megatron_rl.cluster.nodecheck import Clock, NodeFault, NodeHealth, Wanted
 from megatron_rl.cluster.resources import Device
 from megatron_rl.cluster.surroundings import least_open_files
 from megatron_rl.errors import ClusterError
@@ -104,7 +104,7 @@ def refuse(faults: Sequence[NodeFault]) -> None:
 
 def _look(
     check: NodeCheck, ranks: Ranks, ask: Ask, token_file: str | None
-) -> tuple[list[NodeFacts], list[Clock], NodeFacts]:
+) -> tuple[list[NodeHealth], list[Clock], NodeHealth]:
     """(facts of each node, its clock, facts of the controller's node)."""
     with_gpus = ranks.device == "cuda"
     if ranks.are_here:

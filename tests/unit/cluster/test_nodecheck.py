@@ -13,8 +13,8 @@ from megatron_rl.cluster import nodecheck_facts, nodecheck_reach
 from megatron_rl.cluster.nodecheck import (
     Clock,
     GpuFacts,
-    NodeFacts,
     NodeFault,
+    NodeHealth,
     Wanted,
     labels,
     link_faults,
@@ -34,12 +34,14 @@ from megatron_rl.parallel.links import Link, LinkPlan, Measured, meetings, pairi
 GIB = 2**30
 VERSIONS = {"megatron_rl": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "ray": "2.60.0", "code": "abc"}
 GPU = GpuFacts(0, "NVIDIA H200", 141 * GIB, 0, 0)
-NODE = NodeFacts("node-a", VERSIONS, 96, 500 * GIB, "/tmp", 50 * GIB, 65536, (GPU, replace(GPU, index=1)))
+NODE = NodeHealth("node-a", VERSIONS, 96, 500 * GIB, "/tmp", 50 * GIB, 65536, (GPU, replace(GPU, index=1)))
 WANTED = Wanted(ranks_a_node=2, with_gpus=True, open_files=1024, token=None)
 IN_STEP = Clock(0.001, 0.002)
 
 
-def faults_of(node: NodeFacts, clock: Clock = IN_STEP, driver: NodeFacts = NODE, wanted: Wanted = WANTED) -> list[str]:
+def faults_of(
+    node: NodeHealth, clock: Clock = IN_STEP, driver: NodeHealth = NODE, wanted: Wanted = WANTED
+) -> list[str]:
     """ "check -- reason" of each fault of one node that runs alone."""
     faults = node_faults([node.host], [node], [clock], driver, wanted)
     assert all(fault.host == node.host and fault.cure for fault in faults)
@@ -64,7 +66,7 @@ def test_a_healthy_node_has_no_fault() -> None:
         (replace(NODE, folders={"/m": None}), "/m -- is not there"),
     ],
 )
-def test_what_a_node_lacks_is_named(node: NodeFacts, fault: str) -> None:
+def test_what_a_node_lacks_is_named(node: NodeHealth, fault: str) -> None:
     (text,) = faults_of(node)
     assert text.startswith(fault)
 
