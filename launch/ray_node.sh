@@ -5,7 +5,8 @@
 #   bash launch/ray_node.sh head                               starts the head; says its address once it answers
 #   bash launch/ray_node.sh worker ADDRESS                     joins the head at host:port, or @FILE that will hold that
 #   bash launch/ray_node.sh wait ADDRESS NODES GPUS [SECONDS]  waits until the cluster has so many nodes and GPUs (600 s)
-#   bash launch/ray_node.sh run ADDRESS COMMAND ...            runs a command in the cluster, as RAY_ADDRESS says it
+#   bash launch/ray_node.sh run ADDRESS COMMAND ...            runs a command with RAY_ADDRESS set; with RL_NODES (and
+#                                                              RL_ALL_GPUS, RL_WAIT_S), once the cluster has them
 #
 # A worker that loses the head (a cut cable, a new head) joins again when it is back, for up to RL_REJOIN_S seconds (600).
 # With --stdin before the verb, a header of shell lines up to one that says "#end" is read from standard input and taken as
@@ -251,6 +252,9 @@ run_command() {
   # A command with blanks and quotes comes whole in the header.
   [ -z "${RL_COMMAND:-}" ] || eval "set -- $RL_COMMAND"
   [ $# -gt 0 ] || usage
+  if [ -n "${RL_NODES:-}" ]; then
+    run_child "$PYTHON" -m megatron_rl.cluster.readiness "$address" "$RL_NODES" "${RL_ALL_GPUS:-0}" "${RL_WAIT_S:-600}" || exit 1
+  fi
   export RAY_ADDRESS=$address
   # The package's own command is this checkout's, installed or not.
   [ "$1" != megatron-rl ] || set -- "$PYTHON" -m megatron_rl "${@:2}"
@@ -291,7 +295,6 @@ case $verb:$# in
   head:0) start_head ;;
   worker:1) join_head "$1" ;;
   wait:3 | wait:4) exec "$PYTHON" -m megatron_rl.cluster.readiness "$1" "$2" "$3" "${4:-600}" ;;
-  run:0) usage ;;
   run:*) run_command "$@" ;;
   *) usage ;;
 esac

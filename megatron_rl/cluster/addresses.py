@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
 Interfaces = Mapping[str, Sequence[str]]
@@ -95,6 +96,17 @@ def route_address(toward: str | None = None) -> str:
             continue
     others = [ips[0] for name, ips in own_interfaces().items() if name != "lo"]
     return others[0] if others else "127.0.0.1"
+
+
+def ray_address(cluster: ClusterConfig, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The Ray cluster to join: cluster.ray_address, else RAY_ADDRESS, which Ray sets inside a job of `ray job submit`.
+
+    None if the run starts a Ray of its own, which cluster.ray_port asks for as well.
+    """
+    if cluster.backend != "ray" or cluster.ray_port:
+        return None
+    address = cluster.ray_address or environ.get("RAY_ADDRESS")
+    return None if address in (None, "", "local") else address
 
 
 def split_address(address: str) -> tuple[str, int]:

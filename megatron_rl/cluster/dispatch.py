@@ -52,6 +52,8 @@ class RankGrid:
     """Data-parallel replicas. The head of each has tp = cp = 0 and the last pipeline stage: it holds the results."""
     engines: Replicas | None = None
     """Rollout engines; None if the ranks have none."""
+    names: tuple[str, ...] = ()
+    """What each rank is, for the table of ranks, such as "tp 1 pp 0 dp 3"; empty if there is nothing to say."""
 
     def __post_init__(self) -> None:
         for replicas in (self.dp, *([] if self.engines is None else [self.engines])):

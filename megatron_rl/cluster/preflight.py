@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.cluster.addresses import ray_address
 from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.surroundings import surroundings_faults
 from megatron_rl.config.checks.folders import nearest_folder, run_folder
@@ -32,7 +33,7 @@ def preflight(cfg: RunConfig, needs_rollout: bool) -> None:
     faults = package_faults(cfg, needs_rollout)
     if find_spec("torch") is not None:
         faults += device_faults(cfg)
-    faults += core_faults(cfg) + folder_faults(cfg) + port_faults(cfg) + surroundings_faults(cfg)
+    faults += node_faults(cfg) + core_faults(cfg) + folder_faults(cfg) + port_faults(cfg) + surroundings_faults(cfg)
     if faults:
         raise ConfigError(faults)
 
@@ -64,8 +65,10 @@ def installed(package: str) -> bool:
 
 
 def device_faults(cfg: RunConfig) -> list[Fault]:
-    """GPUs that the config asks for and this machine lacks. If Ray runs elsewhere (cluster.ray_address), Ray counts."""
-    if cfg.cluster.device == "cpu" or cfg.cluster.ray_address is not None:
+    """GPUs that the config asks for and this machine lacks. Where a running Ray is joined, the GPUs of its nodes count:
+    resources.device_of_nodes looks at them once it is.
+    """
+    if cfg.cluster.device == "cpu" or ray_address(cfg.cluster) is not None:
         return []
     import torch
 
@@ -94,9 +97,20 @@ def device_faults(cfg: RunConfig) -> list[Fault]:
     ]
 
 
+def node_faults(cfg: RunConfig) -> list[Fault]:
+    """Nodes that a Ray of this run's own cannot have."""
+    if cfg.cluster.nnodes == 1 or ray_address(cfg.cluster) is not None:
+        return []
+    cure = (
+        "start the cluster first (launch/slurm.sbatch, launch/ray_cluster.sh) and run inside it, where RAY_ADDRESS "
+        "names it, or set cluster.ray_address"
+    )
+    return [Fault("cluster.nnodes", cfg.cluster.nnodes, "a Ray that this run starts has one node", cure)]
+
+
 def core_faults(cfg: RunConfig) -> list[Fault]:
     """CPU cores that a local Ray would be asked for and does not have."""
-    if cfg.cluster.backend != "ray" or cfg.cluster.ray_address is not None:
+    if cfg.cluster.backend != "ray" or ray_address(cfg.cluster) is not None:
         return []
     cores, ranks, share = os.cpu_count() or 1, cfg.cluster.n_gpus_per_node, cfg.cluster.num_cpus_per_rank
     if ranks * share <= cores:

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.backend import Answer, close_worker, timed_call
 from megatron_rl.cluster.dispatch import Call
-from megatron_rl.cluster.environment import accept_read_only_tensors, free_port
+from megatron_rl.cluster.environment import accept_read_only_tensors, held_port
 from megatron_rl.errors import ClusterError
 
 STACK_FRAMES = 12
@@ -38,8 +38,8 @@ class RankLocation:
     pid: int
     gpu_index: int
     """Index of the actor's GPU among those this process sees; -1 on CPU."""
-    free_port: int
-    """A TCP port that was free on the node."""
+    port: int
+    """A TCP port of the node that the rank keeps for torch's store until its worker is built."""
 
 
 class RankHost:
@@ -47,6 +47,7 @@ class RankHost:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._held = held_port()
 
     def place(self) -> RankLocation:
         import ray
@@ -59,7 +60,8 @@ class RankHost:
         index = -1
         if gpus:
             index = visible.split(",").index(str(gpus[0])) if visible else int(gpus[0])
-        return RankLocation(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), index, free_port())
+        port = self._held.getsockname()[1]
+        return RankLocation(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), index, port)
 
     def prepare(self, environment: Mapping[str, str], folder: str) -> None:
         """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same."""
@@ -77,6 +79,7 @@ class RankHost:
     def start(self, watch: Watch, worker_cls: type, rank: int, world: int, args: Sequence[Any]) -> None:
         with _watched(watch):
             self._worker = worker_cls(rank, world, *args)
+        self._held.close()
 
     def call(self, watch: Watch, method: str, call: Call, keep: bool) -> Answer:
         with _watched(watch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -11,18 +12,34 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.cluster import ray_runtime, stop
+from megatron_rl.cluster.addresses import ray_address
 from megatron_rl.cluster.backend import Answer
 from megatron_rl.cluster.dispatch import Call
-from megatron_rl.cluster.environment import rank_environment, worker_environment
+from megatron_rl.cluster.environment import differences, network_environment, rank_environment, worker_environment
+from megatron_rl.cluster.node_facts import NodeFacts, ask_nodes_of_themselves
 from megatron_rl.cluster.rank_host import RankHost, RankLocation, Watch
 from megatron_rl.cluster.ray_wait import Outcome, unwrapped, wait_for_ranks
-from megatron_rl.cluster.resources import Device, RankPlacement, plan_placement, require_room
+from megatron_rl.cluster.resources import (
+    Device,
+    RankPlacement,
+    in_order,
+    placement_table,
+    plan_placement,
+    require_room,
+)
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
+
+logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """How long workers may take to close, and their processes to be gone."""
@@ -31,13 +48,26 @@ CLOSE_S = 10.0
 class RayBackend:
     """See Backend. Built up in order: Ray, placement group, actors, their environment, their workers."""
 
-    def __init__(self, worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, device: Device) -> None:
-        """Start every rank within cluster.start_timeout_s. On any error, everything that was started is stopped."""
+    def __init__(
+        self,
+        worker_cls: type,
+        worker_args: Sequence[Any],
+        cluster: ClusterConfig,
+        device: Device,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Start every rank within cluster.start_timeout_s. On any error, everything that was started is stopped.
+
+        names: what each rank is, for the table of ranks.
+        """
         self._name = worker_cls.__name__
         self._id = uuid.uuid4().hex[:12]
         self._cluster = cluster
         self._actors: list[Any] = []
         self._places: list[RankLocation] = []
+        self._names = names
+        self._facts: dict[str, NodeFacts] = {}
+        """Node id -> what the node says of itself; empty if the run has a Ray of its own, on this node alone."""
         self._group: PlacementGroup | None = None
         self._closing = False
         self._broken: str | None = None
@@ -105,8 +135,21 @@ class RayBackend:
         placement = plan_placement(self._cluster, device)
         require_room(placement, self._cluster, ray_runtime.node_resources())
         self._group = self._reserve(placement, deadline)
-        environment = worker_environment(self._cluster, device, os.environ)
-        self._actors = [_actor(self._group, placement, rank, environment) for rank in range(placement.world)]
+        nodes = _nodes_of_bundles(self._group, len(placement.bundles))
+        if ray_address(self._cluster) is not None:
+            left_s = max(1.0, deadline - time.monotonic())
+            wanted = self._cluster.network_interface
+            self._facts = ask_nodes_of_themselves(nodes, os.environ, wanted, left_s)
+            at = [self._facts[node] for node in nodes]
+            placement = in_order(placement, [fact.topology for fact in at], [fact.address.ip for fact in at])
+            for line in differences(os.environ, {fact.host: fact.environment for fact in self._facts.values()}):
+                logger.warning(line)
+        own_of = {node: fact.environment for node, fact in self._facts.items()}
+        environments = [worker_environment(self._cluster, device, os.environ, own_of.get(node)) for node in nodes]
+        self._actors = [
+            _actor(self._group, placement, rank, environments[placement.bundle_of_rank[rank]])
+            for rank in range(placement.world)
+        ]
 
         def on_all(method: str, submit: Callable[[int], Any]) -> list[Any]:
             left_s = max(0.0, deadline - time.monotonic())
@@ -115,9 +158,12 @@ class RayBackend:
 
         places: list[RankLocation] = on_all("place", lambda rank: self._actors[rank].place.remote())
         # Ranks of a node are numbered in the order of its GPUs.
-        order = sorted(range(self.world), key=lambda rank: (placement.bundle_of_rank[rank], places[rank].gpu_index))
+        per_node = self._cluster.n_gpus_per_node
+        order = sorted(range(self.world), key=lambda rank: (rank // per_node, places[rank].gpu_index))
         self._actors = [self._actors[rank] for rank in order]
         self._places = [places[rank] for rank in order]
+        if self._facts:
+            logger.info("ranks of %s\n%s", self._name, self._table())
         own = self._rank_environments(device)
         folder = os.getcwd()
         on_all("prepare", lambda rank: self._actors[rank].prepare.remote(own[rank], folder))
@@ -144,19 +190,25 @@ class RayBackend:
 
     def _rank_environments(self, device: Device) -> list[dict[str, str]]:
         per_node = self._cluster.n_gpus_per_node
-        head = self._places[0]
-        address = "127.0.0.1" if self._cluster.nnodes == 1 else head.ip
-        return [
-            rank_environment(
-                rank,
-                self.world,
-                place.gpu_index if device == "cuda" else rank % per_node,
-                per_node,
-                address,
-                head.free_port,
-            )
-            for rank, place in enumerate(self._places)
-        ]
+        head, several = self._places[0], self._cluster.nnodes > 1
+        address = self._facts[head.node_id].address.ip if several else "127.0.0.1"
+        environments: list[dict[str, str]] = []
+        for rank, place in enumerate(self._places):
+            local = place.gpu_index if device == "cuda" else rank % per_node
+            own = rank_environment(rank, self.world, local, per_node, address, head.port)
+            if several:
+                here = self._facts[place.node_id].address
+                own |= network_environment(here.ip, here.interface, self._cluster.network_interface)
+            environments.append(own)
+        return environments
+
+    def _table(self) -> str:
+        rows: list[tuple[str, ...]] = []
+        for rank, place in enumerate(self._places):
+            fact = self._facts[place.node_id]
+            gpu = "-" if place.gpu_index < 0 else str(place.gpu_index)
+            rows.append((fact.host, fact.address.ip, gpu, self._names[rank] if self._names else ""))
+        return placement_table(rows)
 
     def _on_ranks(
         self,
@@ -236,6 +288,12 @@ class RayBackend:
             if time.monotonic() > deadline:
                 raise ClusterError(f"worker processes {pids} do not end -- look at them with ps, then kill them")
             time.sleep(0.02)
+
+
+def _nodes_of_bundles(group: PlacementGroup, count: int) -> list[str]:
+    """Id of the node that holds each bundle."""
+    table: Mapping[str, Any] = placement_group_table(group)
+    return [table["bundles_to_node_id"][bundle] for bundle in range(count)]
 
 
 def _actor(group: PlacementGroup, placement: RankPlacement, rank: int, environment: Mapping[str, str]) -> Any:

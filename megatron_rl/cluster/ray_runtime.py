@@ -10,15 +10,19 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
-from megatron_rl.cluster import janitor, stop
+from megatron_rl.cluster import janitor, readiness, stop
+from megatron_rl.cluster.addresses import ray_address
 from megatron_rl.cluster.environment import accept_read_only_tensors, port_in_use
-from megatron_rl.cluster.resources import Device
+from megatron_rl.cluster.resources import Device, device_of_nodes, resolve_device
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
 ANSWER_S = 20.0
 """Longest wait for an answer at cluster.ray_address."""
+
+logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _users = 0
@@ -28,7 +32,7 @@ _is_ours = False
 def acquire(cluster: ClusterConfig, device: Device) -> None:
     """Have Ray running in this process. A Ray that something else has started is used as it is and left running.
 
-    ClusterError if cluster.ray_port is in use or nothing answers at cluster.ray_address.
+    ClusterError if cluster.ray_port is in use or nothing answers at cluster.ray_address (or RAY_ADDRESS).
     """
     global _users, _is_ours
     with _lock:
@@ -61,6 +65,33 @@ def release() -> None:
                 ray.shutdown()
             finally:
                 janitor.release()
+
+
+@contextmanager
+def joined(cluster: ClusterConfig) -> Iterator[None]:
+    """Inside the block this process is in the Ray cluster that the run joins; nothing where the run starts its own."""
+    if ray_address(cluster) is None:
+        yield
+        return
+    acquire(cluster, "cpu")
+    try:
+        yield
+    finally:
+        release()
+
+
+def workers_device(cluster: ClusterConfig, device: str) -> Device:
+    """The device of ranks: by the nodes' GPUs if the run joins a Ray cluster, else by what torch sees here.
+
+    device: cluster.device, or another wish in its place. See resources.device_of_nodes and resolve_device.
+    """
+    if ray_address(cluster) is None:
+        return resolve_device(device)
+    with joined(cluster):
+        chosen = device_of_nodes(replace(cluster, device=device), node_resources())
+    if device == "auto" and chosen == "cpu":
+        logger.warning("no node of the Ray cluster has a GPU: the ranks run on CPU (cluster.device=cpu says so too)")
+    return chosen
 
 
 def require_free_port(port: int) -> None:
@@ -108,18 +139,20 @@ def _require_answer(address: str) -> None:
             pass
     except (OSError, OverflowError) as error:
         raise _no_answer(address, str(error)) from error
-    question = (
-        "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)"
-    )
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", question, address], capture_output=True, text=True, timeout=ANSWER_S
+            [sys.executable, "-m", readiness.__name__, address], capture_output=True, text=True, timeout=ANSWER_S
         )
     except subprocess.TimeoutExpired as error:
         raise _no_answer(address, "what listens there does not answer as Ray") from error
     if asked.returncode != 0:
         lines = asked.stderr.strip().splitlines() or ["what listens there does not answer as Ray"]
         raise _no_answer(address, lines[-1][:200])
+    if "token" in asked.stdout:
+        # ray.init takes the token by itself only where it is given no address.
+        from ray._private.authentication import authentication_token_setup
+
+        authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _no_answer(address: str, reason: str) -> ClusterError:
@@ -152,13 +185,14 @@ def _start(cluster: ClusterConfig, device: Device, folder: str) -> None:
     # Says at every start that Ray's own token authentication is on, which is its default.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
-    if cluster.ray_address is not None:
-        _require_answer(cluster.ray_address)
+    address = ray_address(cluster)
+    if address is not None:
+        _require_answer(address)
         try:
             with stop.unheard_by_children(), stop.handlers_kept(), _without_rays_handler():
-                ray.init(address=cluster.ray_address, **quiet)
+                ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise _no_answer(cluster.ray_address, str(error)) from error
+            raise _no_answer(address, str(error)) from error
         return
     before = os.environ.pop("RAY_GCS_SERVER_PORT", None)
     if cluster.ray_port:

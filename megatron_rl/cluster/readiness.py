@@ -1,6 +1,7 @@
 """Waits until a Ray cluster has its nodes and GPUs. Needs no Ray on this machine: it asks the head's directory (GCS).
 
 python -m megatron_rl.cluster.readiness ADDRESS NODES GPUS SECONDS
+    python -m megatron_rl.cluster.readiness ADDRESS      asks once, and fails if no Ray answers
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ def ask_nodes(address: str) -> list[LiveNode]:
     import ray  # noqa: F401  (its libraries are loaded in this order only)
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.exceptions import AuthenticationError
 
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    nodes = GcsClient(address=address).get_all_node_info(timeout=10).values()
+    try:
+        client = GcsClient(address=address)
+    except AuthenticationError:
+        if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+            raise
+        client = GcsClient(address=address)
+        print("[wait] with the token of this user", flush=True)
     return [
         LiveNode(
             node.node_manager_address,
@@ -46,7 +53,7 @@ def ask_nodes(address: str) -> list[LiveNode]:
             node.resources_total.get("CPU", 0.0),
             node.resources_total.get("GPU", 0.0),
         )
-        for node in nodes
+        for node in client.get_all_node_info(timeout=10).values()
         if node.state == 0
     ]
 
@@ -96,6 +103,9 @@ def _listens(host: str, port: int) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     """See the module."""
+    if len(arguments) == 1:
+        ask_nodes(arguments[0])
+        return
     if len(arguments) != 4:
         sys.exit(__doc__)
     address, nodes, gpus, seconds = arguments

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.cluster.addresses import ray_address
 from megatron_rl.errors import Fault
 
 if TYPE_CHECKING:
@@ -29,9 +30,22 @@ OPEN_FILES_OF_A_RANK = 128
 def surroundings_faults(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> list[Fault]:
     """Every fault of the environment that would end the run later."""
     faults = temporary_faults(environ) + home_faults(environ) + login_faults(cfg.trainer.logger, environ)
-    if cfg.cluster.backend == "ray" and cfg.cluster.ray_address is None:
+    address = ray_address(cfg.cluster, environ)
+    if address is not None:
+        faults += address_faults(address, cfg.cluster.ray_address)
+    elif cfg.cluster.backend == "ray":
         faults += socket_faults(environ) + open_file_faults(cfg.cluster.n_gpus_per_node)
     return faults
+
+
+def address_faults(address: str, key: str | None) -> list[Fault]:
+    """An address of Ray's dashboard or of its client server where that of the head is needed."""
+    if "://" not in address:
+        return []
+    name = "RAY_ADDRESS" if key is None else "cluster.ray_address"
+    reason = "is no address of a Ray head, which has the form host:port"
+    cure = "write the address that `ray start --head` printed" + (", or unset RAY_ADDRESS" if key is None else "")
+    return [Fault(name, address, reason, cure)]
 
 
 def temporary_faults(environ: Mapping[str, str]) -> list[Fault]:

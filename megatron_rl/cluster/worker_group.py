@@ -162,5 +162,5 @@ def start_group(
     else:
         from megatron_rl.cluster.ray_backend import RayBackend
 
-        backend = RayBackend(worker_cls, worker_args, cluster, device)
+        backend = RayBackend(worker_cls, worker_args, cluster, device, grid.names)
     return WorkerGroup(worker_cls, backend, grid, cluster.step_timeout_s)

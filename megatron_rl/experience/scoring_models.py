@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.dispatch import RankGrid
-from megatron_rl.cluster.resources import Device, resolve_device
+from megatron_rl.cluster.resources import Device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.checks.reward import RewardPlan
 from megatron_rl.config.run import RunConfig
@@ -74,7 +75,8 @@ class ScoringModels:
         return score
 
     def _device(self, worker: RewardWorkerConfig) -> Device:
-        return resolve_device(self._cfg.cluster.device if worker.device == "auto" else worker.device)
+        cluster = self._cfg.cluster
+        return ray_runtime.workers_device(cluster, cluster.device if worker.device == "auto" else worker.device)
 
     def _start(
         self, worker_cls: type, args: tuple[object, ...], worker: RewardWorkerConfig, device: Device

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.dispatch import RankGrid, Replicas
-from megatron_rl.cluster.resources import resolve_device
+from megatron_rl.cluster.resources import Device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.run import RunConfig
 from megatron_rl.models import FAMILIES
@@ -49,13 +50,22 @@ def rank_grid(topology: Topology, engine_tp: int | None, order: Sequence[int] | 
     replicas = Replicas(
         tuple(topology.coords(rank).dp for rank in ranks), tuple(topology.is_dp_head(rank) for rank in ranks)
     )
+    names = tuple(_name(topology, rank) for rank in ranks)
     if engine_tp is None:
-        return RankGrid(topology.world, replicas)
+        return RankGrid(topology.world, replicas, names=names)
     slot_of = {rank: slot for slot, rank in enumerate(order or ranks)}
     engines = Replicas(
         tuple(slot_of[rank] // engine_tp for rank in ranks), tuple(slot_of[rank] % engine_tp == 0 for rank in ranks)
     )
-    return RankGrid(topology.world, replicas, engines)
+    return RankGrid(topology.world, replicas, engines, names)
+
+
+def _name(topology: Topology, rank: int) -> str:
+    """A rank's coordinates, of the axes that split something."""
+    at, expert = topology.coords(rank), topology.expert_coords(rank)
+    axes = [("tp", topology.tp, at.tp), ("cp", topology.cp, at.cp), ("pp", topology.pp, at.pp)]
+    axes += [("ep", topology.ep, expert.ep), ("dp", topology.dp, at.dp)]
+    return " ".join(f"{axis} {number}" for axis, size, number in axes if size > 1)
 
 
 @dataclass(frozen=True)
@@ -134,9 +144,14 @@ def start_workers(
     if cfg.model.tokenizer_path is not None or cfg.data.chat_template == "plain":
         # Files of two folders, or a template that takes the tokenizer's place: seen now, not at the save.
         rehearse(cfg)
-    device = resolve_device(cfg.cluster.device)
+    with ray_runtime.joined(cfg.cluster):
+        device = ray_runtime.workers_device(cfg.cluster, cfg.cluster.device)
+        plan = TrainPlan(device, role_plans(cfg, optimizer_steps, critic_optimizer_steps, offload=with_engine))
+        return _start(cfg, plan, device, with_engine)
+
+
+def _start(cfg: RunConfig, plan: TrainPlan, device: Device, with_engine: bool) -> Workers:
     topology = topology_of(cfg.actor, cfg.world_size)
-    plan = TrainPlan(device, role_plans(cfg, optimizer_steps, critic_optimizer_steps, offload=with_engine))
     if not with_engine:
         group = start_group(TrainWorker, (cfg, plan), cfg.cluster, rank_grid(topology, None), device)
         return Workers(group, group)

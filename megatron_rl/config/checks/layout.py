@@ -130,6 +130,38 @@ def ray_address(cfg: RunConfig) -> list[Fault]:
     return [Fault("cluster.ray_port", cluster.ray_port, reason, "leave one of the two out")]
 
 
+def groups_on_one_node(cfg: RunConfig) -> list[Fault]:
+    """Tensor-parallel ranks exchange activations in every layer, so they lie on one node unless a key allows more."""
+    cluster = cfg.cluster
+    if cluster.nnodes == 1 or cluster.tp_across_nodes:
+        return []
+    sizes = {"actor.tp": cfg.actor.tp}
+    if cfg.actor.etp is not None:
+        sizes["actor.etp"] = cfg.actor.etp
+    if cfg.needs.rollouts:
+        sizes["rollout.tp"] = cfg.rollout.tp
+    per_node = cluster.n_gpus_per_node
+    cure = (
+        f"use a divisor of {per_node} ({listed(divisors(per_node))}), change cluster.n_gpus_per_node, or allow it with "
+        "cluster.tp_across_nodes=true"
+    )
+    reason = f"does not divide the {per_node} ranks of a node, so that groups would lie on two nodes: far slower"
+    return [Fault(key, size, reason, cure) for key, size in sizes.items() if per_node % size]
+
+
+def single_node(cfg: RunConfig) -> list[Fault]:
+    """What concerns several nodes is given only where there are several."""
+    cluster = cfg.cluster
+    if cluster.nnodes > 1:
+        return []
+    given = {"tp_across_nodes": cluster.tp_across_nodes or None, "network_interface": cluster.network_interface}
+    return [
+        Fault(f"cluster.{key}", value, "concerns several nodes, and cluster.nnodes is 1", "leave it out")
+        for key, value in given.items()
+        if value is not None
+    ]
+
+
 def tensor_parallel(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """Tensor-parallel ranks get equal parts of the model."""
     shape = models.actor(cfg)

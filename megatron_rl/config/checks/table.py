@@ -64,6 +64,8 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(sampling.template_keywords),
     Check(layout.inline_backend),
     Check(layout.ray_address),
+    Check(layout.groups_on_one_node),
+    Check(layout.single_node),
     Check(layout.sequence_parallel),
     Check(layout.overlapped_gather),
     Check(layout.overlapped_chunks),

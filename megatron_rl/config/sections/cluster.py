@@ -19,8 +19,14 @@ class ClusterConfig:
     """Number of nodes."""
     n_gpus_per_node: PositiveInt = 1
     """Ranks per node: GPUs, or processes on CPU."""
+    tp_across_nodes: bool = False
+    """Whether tensor-parallel groups (actor.tp, actor.etp, rollout.tp) may lie on several nodes: their traffic is then
+    bound by the network."""
+    network_interface: str | None = None
+    """Network interface that the ranks of different nodes use, such as ib0, the same on every node. If unset:
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME of each node, else the one of the node's address in Ray."""
     ray_address: str | None = None
-    """Address of a running Ray cluster; a local one is started if unset."""
+    """Address of a running Ray cluster. If unset, that of RAY_ADDRESS; without both, a local one is started."""
     ray_port: NonNegativeInt | None = None
     """Port of the local Ray head node; a free one if unset. A port in use is an error."""
     num_cpus_per_rank: PositiveFloat = 1.0

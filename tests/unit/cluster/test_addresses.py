@@ -14,9 +14,11 @@ from megatron_rl.cluster.addresses import (
     main,
     nccl_matches,
     own_interfaces,
+    ray_address,
     route_address,
     split_address,
 )
+from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
 
 NODE = {
@@ -78,6 +80,16 @@ def test_a_name_that_fits_no_interface(environ, wanted, key):
 )
 def test_the_names_that_nccl_takes(pattern, expected):
     assert nccl_matches(pattern, NODE) == expected
+
+
+def test_the_ray_that_a_run_joins():
+    plain, keyed = ClusterConfig(), ClusterConfig(ray_address="key:1")
+    assert ray_address(plain, {}) is None
+    assert ray_address(plain, {"RAY_ADDRESS": "head:6379"}) == "head:6379"
+    assert ray_address(keyed, {"RAY_ADDRESS": "head:6379"}) == "key:1"
+    assert ray_address(plain, {"RAY_ADDRESS": "local"}) is None
+    for own in (ClusterConfig(ray_port=6379), ClusterConfig(backend="inline")):
+        assert ray_address(own, {"RAY_ADDRESS": "head:6379"}) is None
 
 
 def test_addresses_are_cut_and_joined():

@@ -11,8 +11,24 @@ from typing import assert_type
 import pytest
 
 from megatron_rl.cluster.dispatch import RankGrid
-from megatron_rl.cluster.environment import free_port, port_in_use, rank_environment, worker_environment
-from megatron_rl.cluster.resources import RankPlacement, plan_placement, require_room, resolve_device
+from megatron_rl.cluster.environment import (
+    differences,
+    free_port,
+    held_port,
+    network_environment,
+    port_in_use,
+    rank_environment,
+    worker_environment,
+)
+from megatron_rl.cluster.resources import (
+    RankPlacement,
+    device_of_nodes,
+    in_order,
+    placement_table,
+    plan_placement,
+    require_room,
+    resolve_device,
+)
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError, DataError
@@ -103,7 +119,7 @@ def test_placement_packs_one_node_by_rank_and_several_by_node():
     one = plan_placement(ClusterConfig(n_gpus_per_node=2, num_cpus_per_rank=0.5), "cpu")
     assert one == RankPlacement("STRICT_PACK", ({"CPU": 0.5}, {"CPU": 0.5}), (0, 1), {"CPU": 0.5})
     two = plan_placement(ClusterConfig(nnodes=2, n_gpus_per_node=4, num_cpus_per_rank=2.0), "cuda")
-    assert two.strategy == "PACK" and two.bundles == ({"CPU": 8.0, "GPU": 4.0},) * 2
+    assert two.strategy == "STRICT_SPREAD" and two.bundles == ({"CPU": 8.0, "GPU": 4.0},) * 2
     assert two.bundle_of_rank == (0, 0, 0, 0, 1, 1, 1, 1) and two.world == 8
 
 
@@ -115,7 +131,7 @@ def test_placement_packs_one_node_by_rank_and_several_by_node():
         (1, [{"CPU": 4.0}], False),
         (1, [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}], False),
         (2, [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], True),
-        (2, [{"CPU": 8.0, "GPU": 4.0}], True),
+        (2, [{"CPU": 8.0, "GPU": 4.0}], False),
         (2, [{"CPU": 4.0, "GPU": 2.0}], False),
         (1, [], False),
     ],
@@ -156,6 +172,93 @@ def test_worker_environment_takes_the_controllers_word_but_not_for_the_engines_p
         "MASTER_ADDR": "host",
         "MASTER_PORT": "9",
     }
+
+
+def test_a_node_keeps_its_own_values_and_what_is_only_the_controllers_stays_there():
+    controller = {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "UCX_NET_DEVICES": "mlx5_0:1",
+        "FI_PROVIDER": "efa",
+        "NVSHMEM_DEBUG": "INFO",
+        "LD_LIBRARY_PATH": "/opt/nccl/lib",
+        "XDG_CACHE_HOME": "/scratch/cache",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "VLLM_HOST_IP": "10.0.0.1",
+        "XDG_RUNTIME_DIR": "/run/user/0",
+    }
+    node = {"NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "6", "CUDA_VISIBLE_DEVICES": "0,1", "PATH": "/bin"}
+    values = worker_environment(ClusterConfig(), "cuda", controller, node)
+    assert values["NCCL_SOCKET_IFNAME"] == "ib0" and values["OMP_NUM_THREADS"] == "6"
+    for name in ("UCX_NET_DEVICES", "FI_PROVIDER", "NVSHMEM_DEBUG", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"):
+        assert values[name] == controller[name]
+    assert not {"CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "XDG_RUNTIME_DIR", "PATH"} & values.keys()
+    assert differences(controller, {"a": node, "b": {"FI_PROVIDER": "efa"}}) == [
+        "NCCL_SOCKET_IFNAME: node a keeps its own 'ib0'; the controller has 'eth0'"
+    ]
+    assert network_environment("10.9.0.5", "ib0", "ib0") == {
+        "VLLM_HOST_IP": "10.9.0.5",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "=ib0",
+    }
+    assert network_environment("10.0.0.5", None, None) == {"VLLM_HOST_IP": "10.0.0.5"}
+
+
+GPUS = {"CPU": 64.0, "GPU": 8.0}
+NONE = {"CPU": 64.0}
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "chosen"),
+    [
+        ("auto", [NONE, GPUS, GPUS], "cuda"),
+        ("cuda", [NONE, GPUS, GPUS], "cuda"),
+        ("cpu", [GPUS, GPUS], "cpu"),
+        ("auto", [NONE, NONE], "cpu"),
+        ("cuda", [NONE, NONE], None),
+        ("auto", [NONE, GPUS], None),
+        ("auto", [GPUS, {"CPU": 64.0, "GPU": 4.0}], None),
+    ],
+)
+def test_the_device_of_a_joined_cluster_is_that_of_its_nodes(device, nodes, chosen):
+    cluster = ClusterConfig(device=device, nnodes=2, n_gpus_per_node=8)
+    if chosen is not None:
+        assert device_of_nodes(cluster, nodes) == chosen
+        return
+    with pytest.raises(ClusterError, match=rf"cluster\.device: '{device}' -- 2 node\(s\) with 8 GPUs each"):
+        device_of_nodes(cluster, nodes)
+
+
+def test_ranks_are_numbered_by_where_their_nodes_are():
+    placement = plan_placement(ClusterConfig(nnodes=4, n_gpus_per_node=2), "cpu")
+    ips = ["10.0.0.10", "10.0.0.9", "10.0.0.2", "10.0.0.1"]
+    assert in_order(placement, ["", "", "", ""], ips).bundle_of_rank == (3, 3, 2, 2, 1, 1, 0, 0)
+    hints = ["top.leaf10.a", "top.leaf9.b", "top.leaf9.a", "top.leaf10.b"]
+    assert in_order(placement, hints, ips).bundle_of_rank == (2, 2, 1, 1, 0, 0, 3, 3)
+    one = plan_placement(ClusterConfig(n_gpus_per_node=4), "cpu")
+    assert in_order(one, [""] * 4, ips) == one
+
+
+def test_the_table_of_ranks():
+    rows = [("gpu1", "10.0.0.1", "0", "tp 0 dp 0"), ("gpu10", "10.0.0.10", "7", "")]
+    assert placement_table(rows).splitlines() == [
+        "rank  node   address    gpu  place",
+        "0     gpu1   10.0.0.1   0    tp 0 dp 0",
+        "1     gpu10  10.0.0.10  7",
+    ]
+
+
+def test_a_held_port_is_the_store_of_its_process_and_nobody_elses():
+    """As a rank does: it holds the port from before the others hear of it until torch's store listens there."""
+    from torch.distributed import TCPStore
+
+    with held_port() as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError):
+            other.bind(("", port))
+        store = TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
+        held.close()
+        store.set("key", "value")
+        assert TCPStore("127.0.0.1", port, 1, is_master=False).get("key") == b"value"
 
 
 def test_ports():

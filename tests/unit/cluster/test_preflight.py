@@ -104,6 +104,20 @@ def test_gpus_that_are_not_there(tmp_path, monkeypatch):
     ]
     elsewhere = ClusterConfig(device="cuda", n_gpus_per_node=8, ray_address="head:6379")
     preflight(config(tmp_path, cluster=elsewhere), needs_rollout=True)
+    in_a_job = config(tmp_path, cluster=ClusterConfig(device="cuda", nnodes=2, n_gpus_per_node=8))
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "head:6379")
+        preflight(in_a_job, needs_rollout=True)
+        patch.setenv("RAY_ADDRESS", "http://head:8265")
+        assert faults_of(in_a_job) == [
+            "RAY_ADDRESS: 'http://head:8265' -- is no address of a Ray head, which has the form host:port "
+            "-- write the address that `ray start --head` printed, or unset RAY_ADDRESS"
+        ]
+
+
+def test_several_nodes_need_a_cluster(tmp_path):
+    (fault,) = faults_of(config(tmp_path, cluster=ClusterConfig(device="cpu", nnodes=2, num_cpus_per_rank=0.1)))
+    assert fault.startswith("cluster.nnodes: 2 -- a Ray that this run starts has one node") and "RAY_ADDRESS" in fault
 
 
 def test_a_disk_too_small_for_a_save_is_said_with_both_sizes(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,6 +179,23 @@ def test_ray_settings_that_cannot_take_effect(tmp_path: Path) -> None:
     assert fault.key == "cluster.ray_port" and "joins a running one" in fault.reason
 
 
+def test_tensor_parallel_groups_lie_on_one_node(tmp_path: Path) -> None:
+    for key in ("actor.tp=2", "rollout.tp=2"):
+        fault = only_fault(tmp_path, "cluster.nnodes=2", key)
+        assert f"{fault.key}={fault.value}" == key and "does not divide the 1 ranks of a node" in fault.reason
+        assert "use a divisor of 1 (1)" in fault.cure and "cluster.tp_across_nodes=true" in fault.cure
+        load(tmp_path, "cluster.nnodes=2", key, "cluster.tp_across_nodes=true")
+        load(tmp_path, "cluster.nnodes=2", "cluster.n_gpus_per_node=2", key)
+    load(tmp_path, "cluster.nnodes=2", "rollout.tp=2", "algorithm.name=sft")
+
+
+@pytest.mark.parametrize("key", ["tp_across_nodes=true", "network_interface=ib0"])
+def test_keys_of_several_nodes_on_one(tmp_path: Path, key: str) -> None:
+    fault = only_fault(tmp_path, f"cluster.{key}")
+    assert fault.key == f"cluster.{key.partition('=')[0]}" and "cluster.nnodes is 1" in fault.reason
+    load(tmp_path, f"cluster.{key}", "cluster.nnodes=2")
+
+
 def test_target_loss_belongs_to_sft(tmp_path: Path) -> None:
     assert only_fault(tmp_path, "trainer.target_loss=0.25").key == "trainer.target_loss"
     load(tmp_path, "trainer.target_loss=0.25", "algorithm.name=sft")
@@ -271,7 +289,7 @@ def test_a_run_without_faults_of_layout_has_whole_numbers(
         cluster=ClusterConfig(nnodes=nodes, n_gpus_per_node=per_node),
     )
     wrong = {fault.key for fault in cross_faults(cfg)}
-    assert ("actor.tp" not in wrong) == (nodes * per_node % tp == 0)
+    assert ("actor.tp" not in wrong) == ((per_node if nodes > 1 else nodes * per_node) % tp == 0)
     if not wrong & {"actor.tp", "actor.ppo_mini_batch_size", "data.train_batch_size"}:
         assert cfg.dp_size * tp == cfg.world_size
         assert cfg.data.train_batch_size % cfg.mini_batch_size == 0
