@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
+
+
+def install() -> None:
+    """Have Megatron build its optimizers with FusedInterfaceAdam if this machine has no fused one: no GPU, or neither
+    Transformer Engine nor Apex, where Megatron would take torch.optim.AdamW, which keeps a step for each parameter.
+    """
+    if torch.cuda.is_available() and not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedInterfaceAdam, False
+    distrib_optimizer.Adam = FusedInterfaceAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
 class FusedInterfaceAdam(torch.optim.Optimizer):

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.sections.actor import OptimConfig, ParallelConfig
+from megatron_rl.mcore import adam
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.norm import RMSNorm
@@ -286,6 +287,7 @@ def make_trainable(model: Model, optim: OptimConfig, total_steps: int) -> Traina
         DistributedDataParallel(model.config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)
     ]
+    adam.install()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

@@ -33,7 +33,8 @@ from megatron_rl.parallel.groups import dp_cp_group, expert_dp_group, expert_gro
 from megatron_rl.weights.dcp import Chunk
 
 StateKind = Literal["param", "exp_avg", "exp_avg_sq"]
-KINDS: tuple[StateKind, ...] = ("param", "exp_avg", "exp_avg_sq")
+WEIGHTS: StateKind = "param"
+KINDS: tuple[StateKind, ...] = (WEIGHTS, "exp_avg", "exp_avg_sq")
 OPTIMIZER_STEPS, SCHEDULE_STEPS = SCALARS = ("optimizer_steps", "schedule_steps")
 # Numbers of one stored rectangle: what a reader of another layout reads for the few numbers that it wants.
 _MOST = 1 << 22
@@ -56,7 +57,7 @@ class OwnedParam:
 
     def memory(self, kind: StateKind) -> torch.Tensor | None:
         """The numbers of `owned`; None before the optimizer's first step has made them."""
-        return self.master if kind == "param" else self.optimizer.state[self.master].get(kind)
+        return self.master if kind == WEIGHTS else self.optimizer.state[self.master].get(kind)
 
 
 class SavedState:
@@ -105,7 +106,11 @@ class SavedState:
 
     @torch.no_grad()
     def targets(self) -> list[Chunk]:
-        """Memory of what this rank's optimizer updates, to be filled; it must be on the device. Padding is made 0."""
+        """Memory of what this rank's optimizer updates, to be filled; it must be on the device. Padding is made 0.
+        A collective over data-parallel ranks.
+        """
+        # A gather of parameters that is under way would be waited for later, in place of that of `loaded`.
+        self._trainable.model.complete_params()
         chunks: list[Chunk] = []
         for param in self._owned:
             for kind in KINDS:

@@ -151,12 +151,8 @@ def _take_uneven_parts() -> None:
 
 
 def _patch_megatron() -> None:
-    import megatron.core.optimizer as optimizer
     import megatron.core.tensor_parallel.random as tp_random
-    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    from megatron_rl.mcore.adam import FusedInterfaceAdam
 
     random: Any = tp_random
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -177,11 +173,3 @@ def _patch_megatron() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_numpy  # type: ignore[assignment]
-    # The distributed optimizer's checkpoint expects the fused Adam's layout: one step per group, not per parameter.
-    patched: dict[Any, dict[str, Any]] = {
-        optimizer: {"Adam": FusedInterfaceAdam, "USING_PYTORCH_OPTIMIZER": False},
-        distrib_optimizer: {"Adam": FusedInterfaceAdam, "HAVE_APEX_OR_TE": True, "USING_APEX_OPTIMIZER": True},
-    }
-    for module, names in patched.items():
-        for name, value in names.items():
-            setattr(module, name, value)

@@ -22,7 +22,7 @@ import torch
 
 from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.errors import CheckpointError
-from megatron_rl.mcore.checkpoint import SCALARS, SavedState, generators, set_generators
+from megatron_rl.mcore.checkpoint import SCALARS, WEIGHTS, SavedState, generators, set_generators
 from megatron_rl.messages import first_of
 from megatron_rl.parallel.collectives import gathered, gathered_by_first
 from megatron_rl.types import FileMark
@@ -201,23 +201,32 @@ def open_saved(folder: Path, models: Mapping[Role, WholeTensors]) -> dict[Role, 
         except CheckpointError as error:
             faults.append(str(error))
             continue
-        faults += [f"{folder / role}: {fault}" for fault in _differences(saved[role].shapes, tensors)]
+        if differences := tensor_differences(saved[role].shapes, tensors):
+            faults.append(f"{folder / role} is of another model than this {role}: {first_of(differences, 20, '; ')}")
     refuse(faults)
     return saved
 
 
-def _differences(saved: Mapping[str, tuple[int, ...]], wanted: WholeTensors) -> list[str]:
-    missing = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
-    surplus = [f"{name} is not in the model" for name in saved if name not in wanted]
-    return [
-        *missing,
-        *surplus,
-        *(
-            f"{name} is {list(saved[name])} in the checkpoint, {list(shape)} in the model"
-            for name, (shape, _) in wanted.items()
-            if name in saved and saved[name] != shape
-        ),
-    ]
+def tensor_differences(saved: Mapping[str, tuple[int, ...]], wanted: WholeTensors) -> list[str]:
+    """Saved tensors that a model lacks, and the other way round, and those of another shape; what is true of a weight
+    and its moments alike is said once. saved: name -> shape.
+    """
+    reasons = {name: "is not in the checkpoint" for name in wanted if name not in saved}
+    reasons |= {name: "is not in the model" for name in saved if name not in wanted}
+    reasons |= {
+        name: f"is {list(saved[name])} in the checkpoint, {list(shape)} in the model"
+        for name, (shape, _) in wanted.items()
+        if name in saved and saved[name] != shape
+    }
+    differences: list[str] = []
+    for name, reason in reasons.items():
+        kind, _, weight = name.partition("/")
+        if weight and reasons.get(f"{WEIGHTS}/{weight}") == reason:
+            if kind == WEIGHTS:
+                differences.append(f"{weight} {reason}")
+        else:
+            differences.append(f"{name} {reason}")
+    return differences
 
 
 def read_state(state: SavedState, saved: SavedTensors) -> None:

@@ -2,46 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.algos.token_losses import nll_loss
-from megatron_rl.weights.dcp import Chunk, SavedTensors
+from megatron_rl.errors import CheckpointError
+from megatron_rl.types import FileMark
+from tests.helpers.checkpoints import differing, read_all
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
 from tests.helpers.training import build, make_actor, my_micro_batches, train_step
 
 STEPS = 2
 LENGTHS = (5, 36, 9, 12, 20, 7, 7, 16)
-SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
+# The vocabulary does not divide by tp, so that the last rank has padding.
+SHAPE: dict[str, Any] = {
+    "vocab": 129,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 TWO_EACH = {"ppo_micro_batch_size_per_gpu": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_bucket_size": 20000}
-Layout = tuple[int, dict[str, Any]]
 Tensors = dict[str, torch.Tensor]
+Case = tuple[str, str]
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
-    "dp2-overlap": (2, OVERLAP),
+    "dp2-overlap": (2, {**OVERLAP, **TWO_EACH}),
     "dp2-plain-optimizer": (2, {"use_distributed_optimizer": False}),
     "tp2": (2, {"tp": 2}),
     "pp2": (2, {"pp": 2, **TWO_EACH}),
+    "pp4-vpp2": (4, {"pp": 4, "vpp": 2, **TWO_EACH}),
     "cp2": (2, {"cp": 2}),
+    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2, "sequence_parallel": True, **TWO_EACH}),
     "ep2": (2, {"ep": 2}),
+    "ep2-etp2": (4, {"ep": 2, "etp": 2}),
+    "moe-one": (1, {}),
+    "moe-plain-optimizer": (4, {"ep": 2, "use_distributed_optimizer": False}),
 }
-BY_DEFAULT = [("dp2", "float32"), ("tp2", "bfloat16"), ("ep2", "float32")]
+MOE = ("ep2", "ep2-etp2", "moe-one", "moe-plain-optimizer")
+SAME: list[tuple[str, str, bool]] = [
+    (layout, dtype, (layout, dtype) in (("dp2", "float32"), ("tp2", "bfloat16")))
+    for layout in LAYOUTS
+    for dtype in ("float32", "bfloat16")
+]
+"""(layout, precision, whether the default suite runs it)"""
+OTHER: list[tuple[str, str, str, bool]] = [
+    ("dp2", "tp2", "float32", True),
+    ("ep2", "moe-one", "float32", True),
+    ("tp2", "one", "float32", False),
+    ("one", "cp2", "float32", False),
+    ("pp2", "tp2", "float32", False),
+    ("pp4-vpp2", "dp2-overlap", "float32", False),
+    ("dp2-plain-optimizer", "pp4-vpp2", "float32", False),
+    ("tp2-pp2-dp2", "dp2-plain-optimizer", "float32", False),
+    ("moe-one", "ep2", "float32", False),
+    ("ep2", "ep2-etp2", "float32", False),
+    ("ep2-etp2", "moe-plain-optimizer", "float32", False),
+    ("tp2", "dp2", "bfloat16", False),
+    ("dp2-overlap", "pp2", "bfloat16", False),
+]
+
+
+def _default_or_slow(cases: list[Any]) -> list[Any]:
+    return [pytest.param(*case[:-1], marks=[] if case[-1] else pytest.mark.slow) for case in cases]
 
 
 class _Run:
     """A model that trains on batches by their number, with its checkpoints."""
 
     def __init__(
-        self, folder: str, rank: int, world: int, layout: Mapping[str, Any], dtype: str, std: float | None
+        self, folder: str, rank: int, world: int, layout: Mapping[str, Any], dtype: str, std: float | None = None
     ) -> None:
         self.actor = make_actor(**layout)
         self.trainable = build(folder, self.actor, world, dtype, init_std=std)
@@ -50,24 +94,34 @@ class _Run:
         from megatron_rl.workers.checkpoint import StateFiles
 
         self.rank, self.world = rank, world
-        self.memory = Offload(self.trainable, ())
-        self.saved = SavedState(self.trainable, self.memory)
+        self.saved = SavedState(self.trainable, Offload(self.trainable, ()))
         self.files = StateFiles(rank, world, self.actor)
 
-    def train(self, first: int, count: int) -> list[tuple[float, float]]:
+    def train(self, first: int, count: int = STEPS) -> list[tuple[float, float]]:
         """(loss, learning rate) of each step."""
-        found = []
+        reports: list[tuple[float, float]] = []
         for number in range(first, first + count):
             batch = random_batch(number, LENGTHS, 128)
             weights = loss_weights("token-mean", batch.loss_mask, batch.segments, batch.num_sequences, norm_length=64)
             micros = my_micro_batches(batch.with_(loss_weights=weights), self.actor, self.rank, self.world)
             report, _ = train_step(self.trainable, micros, nll_loss, 1.0)
-            found.append((report.loss, report.lr))
-        return found
+            reports.append((report.loss, report.lr))
+        return reports
 
-    def save(self, folder: Path, background: bool = False) -> None:
+    def step_without_effect(self) -> None:
+        """An update at a learning rate of 0: weights that do not follow from their masters change."""
+        for chunk in self.trainable.model.chunks:
+            chunk.zero_grad_buffer()
+        optimizer = self.trainable.optimizer
+        optimizer.zero_grad()
+        optimizer.prepare_grads()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step_with_ready_grads()
+
+    def save(self, folder: Path, background: bool = False) -> dict[str, FileMark]:
         self.files.begin(folder, {"actor": self.saved}, background)
-        self.files.finish()
+        return self.files.finish()
 
     def load(self, folder: Path) -> list[str]:
         return self.files.load(folder, {"actor": self.saved}, lambda role: None)
@@ -78,73 +132,173 @@ class _Run:
         return {name: tensor.cpu() for name, tensor in export_hf(self.trainable.model)}
 
 
-def read_all(folder: Path) -> Tensors:
-    """Every tensor of a checkpoint's model, whole."""
-    saved = SavedTensors(folder)
-    chunks = [
-        Chunk(name, (0,) * len(shape), torch.zeros(shape, dtype=torch.float32 if shape else torch.int64))
-        for name, shape in saved.shapes.items()
-    ]
-    saved.read(chunks)
-    return {chunk.name: chunk.tensor for chunk in chunks}
+def _random_numbers() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
 def _save_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str, out: str) -> dict[str, Any]:
-    run = _Run(folder, rank, world, layout, dtype, None)
-    run.train(0, STEPS)
+    torch.manual_seed(rank)
+    run = _Run(folder, rank, world, layout, dtype)
+    run.train(0)
     run.save(Path(out) / "saved")
-    weights = run.export()
-    steps = run.train(STEPS, STEPS)
+    numbers, weights = _random_numbers(), run.export()
+    steps = run.train(STEPS)
     run.save(Path(out) / "end")
-    return {"steps": steps, "weights": weights}
+    return {"steps": steps, "weights": weights, "numbers": numbers}
 
 
-def _load_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str, out: str) -> dict[str, Any]:
+def _load_on_rank(
+    rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str, saved: str, out: str
+) -> dict[str, Any]:
     run = _Run(folder, rank, world, layout, dtype, 0.3)
-    notes = run.load(Path(out) / "saved")
+    notes = run.load(Path(saved))
+    numbers, weights = _random_numbers(), run.export()
     run.save(Path(out) / "loaded")
-    weights = run.export()
-    steps = run.train(STEPS, STEPS)
+    steps = run.train(STEPS)
     run.save(Path(out) / "gone-on")
-    return {"steps": steps, "weights": weights, "notes": notes}
-
-
-def _differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
+    run.load(Path(saved))
+    again = run.export()
+    run.step_without_effect()
     return {
-        "qwen2": save_tiny(root / "qwen2", layers=2, **SHAPE),
-        "qwen3_moe": save_tiny(root / "qwen3_moe", "qwen3_moe", layers=2, tied=False),
+        "notes": notes,
+        "numbers": numbers,
+        "weights": weights,
+        "steps": steps,
+        "again": differing(weights, again),
+        "unmoved": differing(weights, run.export()),
     }
 
 
-def _model(models: Mapping[str, str], *layouts: str) -> str:
-    return models["qwen3_moe" if any("ep" in layout for layout in layouts) else "qwen2"]
+@dataclass(frozen=True)
+class _Saved:
+    """A run that was saved in its middle and at its end, and what its ranks saw."""
+
+    folder: Path
+    model: str
+    ranks: list[dict[str, Any]]
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        pytest.param(layout, dtype, marks=[] if (layout, dtype) in BY_DEFAULT else pytest.mark.slow)
-        for layout in LAYOUTS
-        for dtype in ("float32", "bfloat16")
-    ],
-)
-def test_r2_going_on_from_a_checkpoint_is_going_on(
-    models: dict[str, str], layout: str, dtype: str, tmp_path: Path
-) -> None:
+Saves = Callable[[str, str], _Saved]
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """(layout, precision) -> a run of it, made once."""
+    root = tmp_path_factory.mktemp("saves")
+    models: dict[bool, str] = {}
+    known: dict[Case, _Saved] = {}
+
+    def saved(layout: str, dtype: str) -> _Saved:
+        moe = layout in MOE
+        if moe not in models:
+            of_family = ("qwen3_moe", {"tied": False, "layers": 2}) if moe else ("qwen2", {"layers": 8, **SHAPE})
+            models[moe] = save_tiny(root / of_family[0], of_family[0], **of_family[1])
+        if (layout, dtype) not in known:
+            world, axes = LAYOUTS[layout]
+            out = root / layout / dtype
+            ranks = run_ranks(world, _save_on_rank, models[moe], axes, dtype, str(out), timeout=120)
+            known[layout, dtype] = _Saved(out, models[moe], ranks)
+        return known[layout, dtype]
+
+    return saved
+
+
+def _loaded(saved: _Saved, layout: str, dtype: str, out: Path) -> list[dict[str, Any]]:
     world, axes = LAYOUTS[layout]
-    folder, out = _model(models, layout), str(tmp_path)
-    saved = run_ranks(world, _save_on_rank, folder, axes, dtype, out)
-    loaded = run_ranks(world, _load_on_rank, folder, axes, dtype, out)
-    for before, after in zip(saved, loaded, strict=True):
-        assert str(before["steps"]) == str(after["steps"])
-        assert not _differing(before["weights"], after["weights"])
+    return run_ranks(world, _load_on_rank, saved.model, axes, dtype, str(saved.folder / "saved"), str(out), timeout=120)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), _default_or_slow(SAME))
+def test_r2_going_on_from_a_checkpoint_is_going_on(saves: Saves, layout: str, dtype: str, tmp_path: Path) -> None:
+    """Bit for bit: weights, masters, moments, losses, learning rates; and the next random numbers of each rank."""
+    saved = saves(layout, dtype)
+    loaded = _loaded(saved, layout, dtype, tmp_path)
+    for before, after in zip(saved.ranks, loaded, strict=True):
         assert after["notes"] == []
-    assert not _differing(read_all(tmp_path / "saved/actor"), read_all(tmp_path / "loaded/actor"))
-    assert not _differing(read_all(tmp_path / "end/actor"), read_all(tmp_path / "gone-on/actor"))
+        assert before["numbers"] == after["numbers"]
+        assert str(before["steps"]) == str(after["steps"])
+        assert not differing(before["weights"], after["weights"])
+        assert not after["again"], "a load onto a model that has trained"
+        assert not after["unmoved"]
+    assert len({str(of_rank["numbers"]) for of_rank in loaded}) == len(loaded), "ranks draw different numbers"
+    assert not differing(read_all(saved.folder / "saved/actor"), read_all(tmp_path / "loaded/actor"))
+    assert not differing(read_all(saved.folder / "end/actor"), read_all(tmp_path / "gone-on/actor"))
+
+
+@pytest.mark.parametrize(("layout", "other", "dtype"), _default_or_slow(OTHER))
+def test_r2_another_layout_has_the_same_state_and_goes_on_alike(
+    saves: Saves, layout: str, other: str, dtype: str, tmp_path: Path
+) -> None:
+    """Weights, masters and moments bit for bit; the next losses to five digits in float32."""
+    saved = saves(layout, dtype)
+    loaded = _loaded(saved, other, dtype, tmp_path)
+    assert not differing(read_all(saved.folder / "saved/actor"), read_all(tmp_path / "loaded/actor"))
+    for after in loaded:
+        assert not differing(saved.ranks[0]["weights"], after["weights"])
+        assert not after["again"] and not after["unmoved"]
+        assert len(after["notes"]) == 1 and after["notes"][0].startswith("random generators"), after["notes"]
+    precision = 2e-5 if dtype == "float32" else 2e-2
+    for (loss, lr), (wanted, wanted_lr) in zip(loaded[-1]["steps"], saved.ranks[-1]["steps"], strict=True):
+        assert loss == pytest.approx(wanted, rel=precision)
+        assert lr == wanted_lr
+
+
+def _faults_on_rank(rank: int, world: int, folder: str, out: str) -> dict[str, Any]:
+    """What is refused, and what is possible after it."""
+    run = _Run(folder, rank, world, {}, "float32")
+    run.train(0, 1)
+    messages: dict[str, str] = {}
+
+    def refused(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except CheckpointError as error:
+            messages[name] = str(error)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        # A write beyond the limit fails as on a full disk.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    refused("full", lambda: run.save(Path(out) / "full", background=True))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    marks = run.save(Path(out) / "good")
+    weights = run.export()
+    other = _Run(str(Path(folder).parent / "other"), rank, world, {}, "float32")
+    refused("other", lambda: other.load(Path(out) / "good"))
+    untouched = other.export()
+    refused("absent", lambda: run.load(Path(out) / "absent"))
+    refused("incomplete", lambda: run.load(Path(out) / "full"))
+    again = _Run(str(Path(folder).parent / "other"), rank, world, {}, "float32").export()
+    return {
+        "messages": messages,
+        "marks": marks,
+        "faults": run.files.faults(Path(out) / "good", marks),
+        "finished": run.files.finish(),
+        "kept": not differing(weights, run.export()) and not differing(untouched, again),
+    }
+
+
+def test_r2_faults_of_one_rank_or_of_a_checkpoint_are_raised_on_all_ranks_and_change_nothing(tmp_path: Path) -> None:
+    """A disk that is full for one rank; tensors of another model; no checkpoint; one whose save has failed."""
+    folder = save_tiny(tmp_path / "model", layers=1, **SHAPE)
+    save_tiny(tmp_path / "other", layers=2, **{**SHAPE, "intermediate_size": 64})
+    ranks = run_ranks(2, _faults_on_rank, folder, str(tmp_path / "out"))
+    for of_rank in ranks:
+        messages = of_rank["messages"]
+        assert messages["full"].startswith(f"rank 1: {tmp_path}/out/full/actor/rank_00001.distcp: cannot be written: ")
+        assert messages["other"].startswith(f"{tmp_path}/out/good/actor is of another model than this actor: ")
+        assert "; model.layers.1.mlp.up_proj.weight is not in the checkpoint; " in messages["other"]
+        assert "down_proj.weight is [64, 96] in the checkpoint, [64, 64] in the model" in messages["other"]
+        assert messages["absent"].startswith(f"{tmp_path}/out/absent/actor/.metadata: cannot be read: No such file")
+        assert f"{tmp_path}/out/full/actor/.metadata: cannot be read: No such file" in messages["incomplete"]
+        assert of_rank["finished"] == {}
+        assert of_rank["kept"]
+        assert of_rank["faults"] == []
+    names = [sorted(of_rank["marks"]) for of_rank in ranks]
+    assert names == [
+        ["actor/.metadata", "actor/rank_00000.distcp", "ranks/rank_00000.pt"],
+        ["actor/rank_00001.distcp", "ranks/rank_00001.pt"],
+    ]
+    for name, mark in (ranks[0]["marks"] | ranks[1]["marks"]).items():
+        assert (tmp_path / "out/good" / name).stat().st_size == mark.size
