@@ -52,7 +52,8 @@ LISTINGS = ("check", "status", "keys", "plan", "--help", "--version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the process's exit code: 128 + its number for a signal that asked to end.
+    """Run one verb; returns the process's exit code. For a signal that asked to end that is 128 + its number, or
+    stop.REQUEUE where the same command goes on.
 
     Errors that are not the user's to mend are raised.
     """
@@ -64,10 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _until_the_pipe_closes(verb, arguments)
     except KeyboardInterrupt as interrupt:
         number = stop.received()
-        if number is None:
+        can_go_on = isinstance(interrupt, stop.Stopped) and interrupt.can_go_on
+        if number is None and not isinstance(interrupt, stop.Stopped):
             raise
-        print(f"megatron-rl {verb}: {str(interrupt) or f'stopped by {number.name}'}", file=sys.stderr)
-        return stop.exit_code(number)
+        what = str(interrupt) or f"stopped by {number.name if number else 'an interrupt'}"
+        print(f"megatron-rl {verb}: {what}", file=sys.stderr)
+        return stop.exit_code(number, can_go_on)
 
 
 def _until_the_pipe_closes(verb: str, arguments: list[str]) -> int:

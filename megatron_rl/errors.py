@@ -29,6 +29,10 @@ class CheckpointError(MegatronRLError, ValueError):
     """Weights or a checkpoint that are missing, surplus, misshaped or could not be written."""
 
 
+class BrokenCheckpoint(CheckpointError):
+    """A checkpoint whose files are not as they were written; the one before it may be whole."""
+
+
 class NonFiniteError(MegatronRLError, ArithmeticError):
     """A loss, a gradient or weights with numbers that are not finite; training on them would destroy the model."""
 

@@ -1,7 +1,7 @@
 """Signals: the first asks the run to save and end, a second ends it at once.
 
-Inside `signals` SIGINT, SIGTERM and SIGHUP raise Stopped, a KeyboardInterrupt, in the main thread, and wait while any
-thread is in a `held` block. Nothing heavy is imported: every verb of the command line runs inside.
+Inside `signals` those of SIGNALS raise Stopped, a KeyboardInterrupt, in the main thread, and wait while any thread is
+in a `held` block. Nothing heavy is imported: every verb of the command line runs inside.
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REQUEUE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What job managers send before they end a job."""
+SIGNALS = (signal.SIGINT, signal.SIGHUP, *REQUEUE_SIGNALS)
+REQUEUE = 75
+"""Exit code of a run that was stopped and goes on if the same command is run again (EX_TEMPFAIL of sysexits.h)."""
 SAME_S = 0.1
 """Signals this close to the first are the same one: some senders reach the process first, and then its group."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked to end; the text, where there is one, says what was saved where.
+    """A signal asked to end, or the time is over; the text, where there is one, says what was saved where.
 
     A class of its own: after a plain KeyboardInterrupt has passed through `exec`, as it does in many an import, Python
     ends with SIGINT's exit code whatever the program returns.
     """
+
+    def __init__(self, text: str = "", can_go_on: bool = False) -> None:
+        """can_go_on: the same command goes on from a checkpoint."""
+        super().__init__(text)
+        self.can_go_on = can_go_on
 
 
 class _State:
@@ -86,9 +95,13 @@ def received() -> signal.Signals | None:
     return _state.received
 
 
-def exit_code(number: signal.Signals | None) -> int:
-    """128 + the signal's number, as shells count."""
-    return 128 + int(number or signal.SIGINT)
+def exit_code(number: signal.Signals | None, can_go_on: bool = False) -> int:
+    """128 + the signal's number, as shells count; REQUEUE for a job manager's signals, and where time is over (None),
+    if the same command can go on. Time that is over with nothing to go on from is a failure: 2.
+    """
+    if can_go_on and (number is None or number in REQUEUE_SIGNALS):
+        return REQUEUE
+    return 2 if number is None else 128 + number
 
 
 @contextmanager

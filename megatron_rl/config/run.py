@@ -145,6 +145,12 @@ class RunConfig:
         return self.data.train_batch_size // training.mini_batch_size * training.epochs
 
     @property
+    def checkpoint_freq(self) -> int:
+        """Steps between checkpoints; 0: none are written while the run goes on."""
+        freq = self.checkpoint.freq
+        return max(self.trainer.save_freq, 0) if freq is None else freq
+
+    @property
     def samples_per_prompt(self) -> int:
         """Sequences that one prompt (SFT: row) becomes."""
         return self.rollout.n if self.needs.rollouts else 1

@@ -108,14 +108,14 @@ class RolloutBuffer(Generic[T]):
             return self._entries.pop(min(self._entries)) if self._entries else None
 
     def state(self) -> dict[str, Any]:
-        """Everything: entries that wait, by (version, number). What was only reserved has to be sampled again."""
+        """Everything: entries that wait, as [version, number, item]. What was only reserved has to be sampled again."""
         with self._lock:
             return {
                 "first": self._first,
                 "version": self._version,
                 "next": min([self._next, *self._reserved]),
                 "dropped": self._dropped,
-                "entries": {(key.version, key.number): item for key, item in sorted(self._entries.items())},
+                "entries": [[key.version, key.number, item] for key, item in sorted(self._entries.items())],
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class RolloutBuffer(Generic[T]):
         with self._lock:
             self._first, self._version = state["first"], state["version"]
             self._next, self._dropped = state["next"], state["dropped"]
-            self._entries = {EntryKey(*key): item for key, item in state["entries"].items()}
+            self._entries = {EntryKey(version, number): item for version, number, item in state["entries"]}
             self._reserved.clear()
             self._drop_old()
 

@@ -122,12 +122,8 @@ class JsonlSink:
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
         """Keep the lines of steps before first_step; remove the others, and a last line that a kill cut off."""
         self._path = Path(path)
-        kept, cut = _lines_before(self._path, first_step)
-        if cut:
+        if cut := cut_rows(self._path, first_step):
             logger.info("%s: removed %d line(s) of an earlier run from step %d on", self._path, cut, first_step)
-            fresh = self._path.with_name(f".{self._path.name}.{uuid4().hex[:8]}")
-            fresh.write_text("".join(kept), encoding="utf-8")
-            fresh.replace(self._path)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._size = os.fstat(self._file).st_size
         self._rows: list[str] = []
@@ -170,6 +166,25 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
             raise DataError(f"{path}, line {number}: {line[:80]!r} -- not a row of metrics -- delete the line")
         rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
+
+
+def row_of(path: str | Path, step: int) -> dict[str, Any] | None:
+    """The row of a step in a metrics.jsonl, whose last line a kill may have cut off; None if it is not there."""
+    if not Path(path).exists():
+        return None
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = (row for line in reversed(lines) if line.endswith("\n") and (row := _row(line)))
+    return next((row for row in rows if row["step"] == step), None)
+
+
+def cut_rows(path: Path, first_step: int) -> int:
+    """Remove the lines of a file of rows from a step on, and a last line that a kill cut off; how many."""
+    kept, cut = _lines_before(path, first_step)
+    if cut:
+        fresh = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+        fresh.write_text("".join(kept), encoding="utf-8")
+        fresh.replace(path)
+    return cut
 
 
 class TensorBoardSink:

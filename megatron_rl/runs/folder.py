@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from megatron_rl.config.checks.checkpoint import CHECKPOINT, CHECKPOINTS, MANIFEST_FILE, STATE_FILE
 from megatron_rl.config.checks.folders import NAME_KEY, nearest_folder
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError, Fault
@@ -42,6 +43,7 @@ LOGS = {
 UNFINISHED = re.compile(r"\.(final|actor|critic)\.[0-9a-f]{8}\.(writing|old)")
 """What a save that was killed leaves beside its folder (weights/safetensors.py)."""
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
+CHECKPOINT_ENTRIES = (*STEP_MODELS, "ranks", STATE_FILE, MANIFEST_FILE)
 MOST_NUMBERS = 9999
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -67,9 +69,10 @@ class RunFolder:
     ) -> None:
         self.release()
 
-    def begin(self) -> None:
-        """Remove what an earlier run wrote here. From now on the folder holds this run."""
-        remove_run(self.path)
+    def begin(self, goes_on: bool = False) -> None:
+        """From now on the folder holds this run. What an earlier run wrote here is removed, unless this goes on."""
+        if not goes_on:
+            remove_run(self.path)
         self.is_begun = True
 
     def release(self) -> None:
@@ -121,16 +124,19 @@ class RunFolder:
                 self._made.append(folder)
 
 
-def claim(trainer: TrainerConfig) -> RunFolder:
+def claim(trainer: TrainerConfig, goes_on: bool = False, why_not: str = "") -> RunFolder:
     """The folder that the run may use, as trainer.overwrite says; nothing in it has changed.
 
+    goes_on: the run in it is taken up again. why_not: why that cannot be, where the folder holds one.
     Raises ConfigError where it holds a run and shall not be replaced, where another run uses it, or where things that
     no run writes lie in folders that would be replaced.
     """
     asked = Path(trainer.run_dir)
+    if goes_on:
+        return _locked(trainer, asked)
     if trainer.overwrite != "number":
-        return _claim_one(trainer, asked)
-    for path in _numbered(asked):
+        return _claim_one(trainer, asked, why_not)
+    for path in numbered(asked):
         if not holds_run(path):
             with contextlib.suppress(BlockingIOError):
                 folder = RunFolder(path)
@@ -141,25 +147,29 @@ def claim(trainer: TrainerConfig) -> RunFolder:
     raise ConfigError([Fault(NAME_KEY, trainer.experiment_name, reason, "give the run another name")])
 
 
-def _claim_one(trainer: TrainerConfig, path: Path) -> RunFolder:
-    faults = _faults(trainer, path)
+def _claim_one(trainer: TrainerConfig, path: Path, why_not: str) -> RunFolder:
+    faults = _faults(trainer, path, why_not)
     if faults:
         raise ConfigError(faults)
-    try:
-        folder = RunFolder(path)
-    except BlockingIOError:
-        reason = f"another run uses the folder {path} now{_who(path / LOCK_FILE)}"
-        cure = "wait for it to end, or give this run another name"
-        raise ConfigError([Fault(NAME_KEY, trainer.experiment_name, reason, cure)]) from None
+    folder = _locked(trainer, path)
     # A run may have begun and ended between the first look and the lock.
-    faults = _faults(trainer, path)
+    faults = _faults(trainer, path, why_not)
     if faults:
         folder.release()
         raise ConfigError(faults)
     return folder
 
 
-def _faults(trainer: TrainerConfig, path: Path) -> list[Fault]:
+def _locked(trainer: TrainerConfig, path: Path) -> RunFolder:
+    try:
+        return RunFolder(path)
+    except BlockingIOError:
+        reason = f"another run uses the folder {path} now{_who(path / LOCK_FILE)}"
+        cure = "wait for it to end, or give this run another name"
+        raise ConfigError([Fault(NAME_KEY, trainer.experiment_name, reason, cure)]) from None
+
+
+def _faults(trainer: TrainerConfig, path: Path, why_not: str) -> list[Fault]:
     if trainer.overwrite == "replace":
         reason = "is no file of a run, and lies in a folder that this run would replace"
         return [Fault("trainer.overwrite", "replace", f"{odd} {reason}", "move it away") for odd in strangers(path)]
@@ -169,7 +179,9 @@ def _faults(trainer: TrainerConfig, path: Path) -> list[Fault]:
         "set trainer.overwrite=replace to give its files up, trainer.overwrite=number to keep it and call this run "
         f"{path.name}-2 or the next free number, or give the run another name"
     )
-    return [Fault(NAME_KEY, trainer.experiment_name, f"{path} holds a run already", cure)]
+    longer = "to go on, raise trainer.total_training_steps; or " if why_not.startswith("that ") else ""
+    reason = f"{path} holds a run already{f', {why_not}' if why_not else ''}"
+    return [Fault(NAME_KEY, trainer.experiment_name, reason, longer + cure)]
 
 
 def holds_run(path: Path) -> bool:
@@ -190,8 +202,23 @@ def remove_run(path: Path) -> None:
             for model in _step_models(entry):
                 shutil.rmtree(model)
             _remove_empty(entry)
+        elif entry.name == CHECKPOINTS:
+            for found in _checkpoints(entry):
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
+            _remove_empty(entry)
         else:
             shutil.rmtree(entry)
+
+
+def remove_unfinished(path: Path) -> list[str]:
+    """Remove what killed saves of models have left; a line for each."""
+    lines: list[str] = []
+    steps = [entry for entry in path.iterdir() if STEP.fullmatch(entry.name) and entry.is_dir()]
+    for entry in sorted(one for folder in (path, *steps) for one in folder.iterdir()):
+        if UNFINISHED.fullmatch(entry.name) and entry.is_dir():
+            shutil.rmtree(entry)
+            lines.append(f"removed {entry}: an earlier start was killed in this save")
+    return lines
 
 
 def strangers(path: Path) -> list[Path]:
@@ -204,6 +231,8 @@ def strangers(path: Path) -> list[Path]:
             found += [entry] if entry.is_dir() else []
         elif not entry.is_dir():
             found.append(entry)
+        elif entry.name == CHECKPOINTS:
+            found += [file for one in _checkpoints(entry) if one.is_dir() for file in _odd_in_checkpoint(one)]
         elif entry.name not in LOGS:
             for model in _step_models(entry) if STEP.fullmatch(entry.name) else [entry]:
                 files = () if UNFINISHED.fullmatch(model.name) else sorted(model.iterdir())
@@ -224,6 +253,8 @@ def _entries(path: Path) -> Iterator[Path]:
                 yield entry
         elif STEP.fullmatch(name) and (not entry.is_dir() or _step_models(entry)):
             yield entry
+        elif name == CHECKPOINTS and (not entry.is_dir() or _checkpoints(entry)):
+            yield entry
 
 
 def _logs(folder: Path) -> list[Path]:
@@ -231,9 +262,19 @@ def _logs(folder: Path) -> list[Path]:
     return [entry for entry in folder.iterdir() if any(fnmatch.fnmatch(entry.name, one) for one in patterns)]
 
 
+def _checkpoints(folder: Path) -> list[Path]:
+    """What runs/checkpoints.py writes, whole and unfinished."""
+    names = re.compile(rf"{CHECKPOINT.pattern}(\.writing|\.removing)?|latest|\.latest\.writing")
+    return [entry for entry in folder.iterdir() if names.fullmatch(entry.name) and not entry.is_symlink()]
+
+
 def _step_models(folder: Path) -> list[Path]:
     names = [entry for entry in folder.iterdir() if entry.name in STEP_MODELS or UNFINISHED.fullmatch(entry.name)]
     return [entry for entry in names if entry.is_dir()]
+
+
+def _odd_in_checkpoint(folder: Path) -> list[Path]:
+    return [entry for entry in sorted(folder.iterdir()) if entry.name not in CHECKPOINT_ENTRIES]
 
 
 def _is_model_file(file: Path) -> bool:
@@ -245,7 +286,7 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _numbered(path: Path) -> Iterator[Path]:
+def numbered(path: Path) -> Iterator[Path]:
     yield path
     for number in range(2, MOST_NUMBERS + 1):
         yield path.with_name(f"{path.name}-{number}")

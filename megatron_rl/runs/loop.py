@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeAlias, TypeVar
 
 from megatron_rl.experience.buffer import RolloutBuffer
+from megatron_rl.runs.checkpoints import Checkpoint, StateStore
 from megatron_rl.runs.state import RunState, Stateful
 from megatron_rl.runs.trainer import StepResult
 from megatron_rl.runs.validation import Validation
@@ -14,14 +15,17 @@ from megatron_rl.runs.validation import Validation
 StepT = TypeVar("StepT")
 
 
-class LoopTrainer(Protocol[StepT]):
+class LoopTrainer(StateStore, Protocol[StepT]):
     """One algorithm with its data and workers (runs/trainer.py). StepT: a step under way."""
 
     @property
     def total_steps(self) -> int: ...
     @property
     def steps_per_epoch(self) -> int: ...
-    def start(self) -> object: ...
+    def start(self, checkpoint: Checkpoint | None) -> object:
+        """checkpoint: what the models go on from. The parts of `stateful` have been restored by then."""
+        ...
+
     def take(self, step: int) -> StepT: ...
     def learn(self, taken: StepT, /) -> StepT: ...
     def publish(self, learned: StepT, /) -> StepResult: ...

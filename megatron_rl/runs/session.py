@@ -1,73 +1,87 @@
-"""A run from its folder to its curves: log, validate, save, draw, close around the steps of a loop. No algorithm."""
+"""A run from its folder to its curves: resume, log, validate, save, draw, close around steps. No algorithm."""
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
 
 from megatron_rl.cluster import stop
+from megatron_rl.cluster.stop import Stopped
 from megatron_rl.config.checks.folders import ROOT_KEY
-from megatron_rl.config.load import dump_yaml, to_dict
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import batch_table, format_table, layout_table
-from megatron_rl.errors import ConfigError, DataError, Fault, MissingDependency
+from megatron_rl.errors import BrokenCheckpoint, ClusterError, ConfigError, DataError, Fault, MissingDependency
 from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.progress import Progress
-from megatron_rl.observe.sinks import METRICS_FILE, Sinks, open_sinks, require_sinks
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics, require_sinks
 from megatron_rl.observe.step_line import step_line
-from megatron_rl.observe.versions import run_record
-from megatron_rl.runs.folder import RunFolder, claim, remove_run
+from megatron_rl.observe.versions import run_record, versions
+from megatron_rl.runs import resume
+from megatron_rl.runs.checkpoints import FORMAT, Checkpoints, step_of
+from megatron_rl.runs.files import RunFiles, sample_lines
+from megatron_rl.runs.folder import RunFolder, claim, remove_run, remove_unfinished
 from megatron_rl.runs.loop import Loop, LoopTrainer, OneStep, StepT, synchronous
+from megatron_rl.runs.resume import VALIDATED, Row, Start
 from megatron_rl.runs.state import RunState
-from megatron_rl.runs.validation import SampleRow
+from megatron_rl.runs.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
 
-STOPPING = "the run saves its weights, then ends; a second signal ends it at once"
-CONFIG_FILE = "config.yaml"
-ROLLOUTS_FILE = "rollouts.jsonl"
-RECORD_FILE = "run.json"
-"""Versions, commit, command line and time of the start."""
+STOPPING = "the run saves a checkpoint and its weights, then ends; a second signal ends it at once"
+TIME_KEY = "trainer.max_time"
 
 
 def run(
-    cfg: RunConfig,
-    make_trainer: Callable[[RunConfig], LoopTrainer[StepT]],
-    loop: Loop[StepT] = synchronous,
-    saved: Mapping[str, Any] | None = None,
+    cfg: RunConfig, make_trainer: Callable[[RunConfig], LoopTrainer[StepT]], loop: Loop[StepT] = synchronous
 ) -> None:
-    """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl,
-    rollouts.jsonl, curves.png, final/.
+    """Train to the end. Leaves in the run folder: config.yaml, run.json, metrics.jsonl, rollouts.jsonl, curves.png, and
+    the folders checkpoints and final.
 
-    Everything that is refused is found before the folder changes: an earlier run in it stays as it was. A signal that
-    asks the run to end (cluster/stop.py) has it save first; then Stopped is raised, which says where.
+    A run begun again goes on from its newest checkpoint (trainer.resume_mode). Everything that is refused is found
+    before the folder changes: an earlier run in it stays as it was. A signal that asks the run to end (cluster/stop.py)
+    has it save first; then Stopped is raised, which says where; so it is where trainer.max_time is over.
 
-    make_trainer: builds a trainer, which this starts and closes. saved: a RunState to go on from.
+    make_trainer: builds a trainer, which this starts and closes.
     """
     setup_logging("controller")
     record = run_record()
     progress = Progress()
-    with stop.signals(STOPPING), claim(cfg.trainer) as folder:
-        if folder.path != Path(cfg.trainer.run_dir):
-            progress.say(f"{cfg.trainer.run_dir} holds a run: this one is {folder.path} (trainer.overwrite=number)")
-            cfg = replace(cfg, trainer=replace(cfg.trainer, experiment_name=folder.path.name))
-        progress.say(format_table(batch_table(cfg)))
-        progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
-        require_sinks(cfg.trainer.logger)
-        attempt(RunInFolder(cfg, folder, make_trainer, loop, progress, record), saved)
-        _draw_curves(cfg, folder.path)
-        progress.say(
-            f"run folder: {folder.path} (config.yaml, run.json, metrics.jsonl, rollouts.jsonl, curves.png, final/)"
-        )
+    broken: dict[Path, str] = {}
+    with stop.signals(STOPPING):
+        while True:
+            start, folder = _claimed(cfg, broken)
+            with folder:
+                try:
+                    _run(RunInFolder(start.cfg, folder, make_trainer, loop, progress, record), start)
+                    return
+                except BrokenCheckpoint as error:
+                    # Only the ranks look at checksums, each at its share.
+                    if start.checkpoint is None:
+                        raise
+                    broken[start.checkpoint.path] = str(error)
+
+
+def _claimed(cfg: RunConfig, broken: Mapping[Path, str]) -> tuple[Start, RunFolder]:
+    """How the run begins, and the folder that it has claimed for that."""
+    start = resume.look(cfg, broken)
+    folder = claim(start.cfg.trainer, start.in_place, start.why_not)
+    if not start.in_place:
+        trainer = replace(cfg.trainer, experiment_name=folder.path.name)
+        return replace(start, cfg=replace(cfg, trainer=trainer)), folder
+    # Another start may have used the folder between the first look and the lock.
+    start = resume.look(cfg, broken)
+    if start.in_place:
+        return start, folder
+    folder.release()
+    return start, claim(start.cfg.trainer, why_not=start.why_not)
 
 
 @dataclass(frozen=True)
@@ -83,17 +97,35 @@ class RunInFolder(Generic[StepT]):
     """What run.json shall hold of this start."""
 
 
-def attempt(run: RunInFolder[StepT], saved: Mapping[str, Any] | None = None) -> None:
+def _run(run: RunInFolder[StepT], start: Start) -> None:
+    cfg, folder, progress = run.cfg, run.folder.path, run.progress
+    for line in start.lines:
+        progress.say(line)
+    if not start.in_place and start.why_not and cfg.trainer.overwrite == "number":
+        progress.say(f"the folder that was asked for holds a run: this one is {folder} (trainer.overwrite=number)")
+    progress.say(format_table(batch_table(cfg)))
+    progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
+    require_sinks(cfg.trainer.logger)
+    attempt(run, start)
+    _draw_curves(cfg, folder)
+    progress.say(f"run folder: {folder} (config.yaml, run.json, metrics.jsonl, rollouts.jsonl, curves.png, final/)")
+
+
+def attempt(run: RunInFolder[StepT], start: Start) -> None:
     """One life of a trainer: built, started, trained to the end of the run, closed. After an error the next attempt
-    builds a fresh one in the same folder. saved: as of `run`.
+    builds a fresh one in the same folder; resume.look says from where.
     """
     trainer = run.make_trainer(run.cfg)
     try:
-        with run.progress.phase("load data, start workers"):
-            trainer.start()
-        for line in trainer.summary():
-            run.progress.say(line)
-        _Life(run, trainer, saved).train()
+        life = _Life(run, trainer, start)
+        try:
+            with run.progress.phase("load data, start workers"):
+                trainer.start(start.checkpoint)
+            for line in trainer.summary():
+                run.progress.say(line)
+            life.train()
+        except KeyboardInterrupt as interrupt:
+            raise life.stopped() from interrupt
     finally:
         trainer.close()
 
@@ -101,21 +133,25 @@ def attempt(run: RunInFolder[StepT], saved: Mapping[str, Any] | None = None) -> 
 class _Life(Generic[StepT]):
     """The steps of a run with one trainer, and what is written around them."""
 
-    def __init__(
-        self, run: RunInFolder[StepT], trainer: LoopTrainer[StepT], saved: Mapping[str, Any] | None
-    ) -> None:
-        self._record, self._loop = run.record, run.loop
-        self._cfg, self._trainer, self._folder, self._progress = run.cfg, trainer, run.folder, run.progress
-        cfg = run.cfg
-        self._total = trainer.total_steps
-        self._sinks = Sinks([])
-        self._samples_fail = False
+    def __init__(self, run: RunInFolder[StepT], trainer: LoopTrainer[StepT], start: Start) -> None:
+        """The run's parts go on from the start's checkpoint, if it has one; the models do once the trainer starts."""
+        cfg = self._cfg = run.cfg
+        self._record, self._loop, self._from = run.record, run.loop, start
+        self._trainer, self._folder, self._progress = trainer, run.folder, run.progress
+        self._files = RunFiles(run.folder.path, cfg)
+        self._checkpoints = Checkpoints(run.folder.path, cfg.checkpoint, trainer, run.progress.say)
+        self._limit = TimeLimit(cfg.trainer.max_time)
+        self._time_is_over = False
         self._start = time.perf_counter()
         self._buffer: RolloutBuffer[StepT] = RolloutBuffer(cfg.trainer.max_staleness or 0)
         self._state = RunState({**trainer.stateful(), "buffer": self._buffer})
-        if saved is not None:
-            self._state.restore(saved)
-        self._first = self._state.step + 1
+        if start.checkpoint is not None:
+            self._state.restore(start.checkpoint.state["run"])
+        self._done_before = self._state.step
+        """Steps that were complete when this life began."""
+        self._snapshot: dict[str, Any] = {}
+        """What a checkpoint of the last complete step holds beside the models: the step that follows may have moved on
+        in the data already."""
         self._saved: Path | None = None
         """The newest save, where it holds the weights of the last step."""
         self._unwritten: tuple[int, dict[str, float]] | None = None
@@ -126,90 +162,184 @@ class _Life(Generic[StepT]):
         # A collection of everything that the imports have left takes half a second, in the middle of some step.
         gc.collect()
         gc.freeze()
+        total = self._trainer.total_steps
+        self._static = self._facts()
         try:
             found = self._validated(0) if self._validates_first() else {}
             self._begin()
             self._note_validation(0, {}, found)
             self._start = time.perf_counter()
             with (
-                self._progress.bar("train", self._total, every_s=None) as advance,
+                self._progress.bar("train", total, every_s=None) as advance,
                 self._loop(self._trainer, self._buffer, self._state) as one_step,
             ):
-                for step in range(self._first, self._total + 1):
+                advance(self._done_before)
+                for step in self._steps_to_do():
                     set_step(step)
                     if self._step(step, one_step):
                         break
                     advance(1)
-        except KeyboardInterrupt as interrupt:
-            raise stop.Stopped(self._save_and_say()) from interrupt
+            with stop.held():
+                self._checkpoints.finish()
+        except Exception as error:
+            self._keep_what_is_under_way(error)
+            raise
         finally:
             if self._unwritten is not None:
-                self._sinks.write(*self._unwritten)
-            self._sinks.close()
+                self._files.write_row(*self._unwritten)
+            self._files.close()
+
+    def _steps_to_do(self) -> Iterator[int]:
+        """Numbers of the steps, until the time is over."""
+        if self._done_before and self._trainer.finished():
+            return
+        for step in range(self._done_before + 1, self._trainer.total_steps + 1):
+            if self._limit.is_over():
+                self._time_is_over = True
+                if self._state.step == self._done_before:
+                    reason = "is over before one more step is complete"
+                    raise ConfigError([Fault(TIME_KEY, self._cfg.trainer.max_time, reason, "give more time")])
+                raise Stopped
+            yield step
+
+    def _keep_what_is_under_way(self, error: Exception) -> None:
+        """Let a checkpoint that is under way become whole, where the ranks still answer."""
+        if isinstance(error, ClusterError):
+            return
+        try:
+            self._checkpoints.finish()
+        except ClusterError as further:
+            error.add_note(f"the checkpoint under way is lost: {further}")
 
     def _validates_first(self) -> bool:
         trainer = self._cfg.trainer
         return trainer.val_before_train and trainer.test_freq != 0 and self._state.step == 0
 
-    def _save_and_say(self) -> str:
-        """Save what is not saved yet, as the weights of the last step that is complete; what became of them."""
+    # The end by a signal, or by the clock.
+
+    def stopped(self) -> Stopped:
+        """Save what is not saved yet of the last step that is complete: a checkpoint, then the model."""
         signal = stop.received()
         who = f"stopped by {signal.name if signal else 'an interrupt'}"
-        if self._state.step == 0:
-            if self._folder.is_begun:
-                remove_run(self._folder.path)
-            return f"{who} before the first step was complete: there are no new weights"
-        who = f"{who} after step {self._state.step}"
-        if self._saved is None and self._cfg.trainer.save_freq == 0:
-            return f"{who}: trainer.save_freq is 0, so no weights are kept"
-        if self._saved is None:
-            self._save(self._folder.path / f"global_step_{self._state.step}" / "actor")
-        return f"{who}: its weights are in {self._saved}"
+        if self._time_is_over:
+            who = f"ended by {TIME_KEY} {self._cfg.trainer.max_time}"
+        if self._state.step == self._done_before:
+            return self._stopped_before_a_step(who)
+        step, cfg = self._state.step, self._cfg
+        path = None if cfg.checkpoint.freq == 0 else self._checkpoint_of(step)
+        made = f"its checkpoint is {path}" if path else "its checkpoint could not be written"
+        if cfg.checkpoint.freq == 0:
+            made = "checkpoint.freq is 0, so no checkpoint is kept"
+        if self._saved is None and cfg.trainer.save_freq != 0:
+            self._save(self._folder.path / f"global_step_{step}" / "actor")
+        kept = f"its weights are in {self._saved}" if self._saved else "trainer.save_freq is 0, so no weights are kept"
+        return Stopped(f"{who} after step {step}: {made}; {kept}", can_go_on=path is not None)
+
+    def _stopped_before_a_step(self, who: str) -> Stopped:
+        before, checkpoint = self._done_before, self._from.checkpoint
+        if self._folder.is_begun and not self._from.in_place:
+            remove_run(self._folder.path)
+        if checkpoint is None:
+            return Stopped(f"{who} before the first step was complete: there is nothing to save")
+        text = f"{who} before step {before + 1} was complete: the newest checkpoint is still {checkpoint.path}"
+        return Stopped(text, can_go_on=True)
+
+    def _checkpoint_of(self, step: int) -> Path | None:
+        """The step's checkpoint, written now if it is not there."""
+        self._checkpoints.finish()
+        last = self._checkpoints.last
+        return last if last and step_of(last) == step else self._checkpoints.begin(step, self._snapshot, False)
+
+    # The folder.
 
     def _begin(self) -> None:
-        cfg, folder = self._cfg, self._folder
-        folder.begin()
+        cfg, folder, in_place = self._cfg, self._folder, self._from.in_place
+        folder.begin(goes_on=in_place)
         try:
-            (folder.path / CONFIG_FILE).write_text(dump_yaml(cfg), encoding="utf-8")
-            (folder.path / RECORD_FILE).write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
-            sinks = open_sinks(
-                cfg.trainer.logger,
-                folder.path,
-                project=cfg.trainer.project_name,
-                experiment=cfg.trainer.experiment_name,
-                # Step 0 is the validation before the first step.
-                first_step=self._first if self._state.step else 0,
-                settings=to_dict(cfg),
-            )
-            self._sinks = Sinks(sinks)
+            row = Row.of(self._from.checkpoint) if in_place and self._from.checkpoint else None
+            is_whole = row is not None and row.is_in(folder.path / METRICS_FILE)
+            first = self._done_before + (0 if row and not is_whole else 1)
+            if row is not None:
+                self._checkpoints.clear(row.step)
+                for line in remove_unfinished(folder.path):
+                    self._progress.say(line)
+            # Step 0 is the validation before the first step.
+            self._files.begin(self._record, first if self._done_before else 0, in_place)
+            if in_place and cfg.checkpoint.keep_best:
+                for one in read_metrics(folder.path / METRICS_FILE):
+                    self._checkpoints.note(int(one["step"]), one)
         except BaseException as error:
-            # A half folder would stand in the way of the next try.
-            remove_run(folder.path)
-            folder.is_begun = False
+            if not in_place:
+                # A half folder would stand in the way of the next try.
+                remove_run(folder.path)
+                folder.is_begun = False
             if isinstance(error, OSError):
                 reason = f"{folder.path} cannot be written ({error.strerror or error})"
                 cure = "name a folder that can be, or free some space"
                 raise ConfigError([Fault(ROOT_KEY, cfg.trainer.default_local_dir, reason, cure)]) from error
             raise
+        if row is not None and not is_whole:
+            self._complete(row)
+
+    def _complete(self, row: Row) -> None:
+        """What the start before was killed in, once the checkpoint of the step was whole."""
+        assert self._from.checkpoint is not None
+        step, metrics = row.step, dict(row.metrics)
+        self._unwritten = (step, metrics)
+        if self._from.checkpoint.state["is_last"] and not (self._folder.path / "final").is_dir():
+            self._save_if_due(step, last=True)
+        found = self._validated(step) if row.validates else {}
+        with stop.held():
+            self._files.write_samples(step, row.samples)
+            self._note_validation(step, metrics, found)
+
+    def _facts(self) -> dict[str, Any]:
+        """What all checkpoints of this life say alike."""
+        mode, checkpoint = self._cfg.trainer.resume_mode, self._from.checkpoint
+        origin = mode if checkpoint is not None and not self._from.in_place else None
+        if checkpoint is not None and self._from.in_place:
+            origin = checkpoint.state["origin"]
+        return {
+            "format": FORMAT,
+            **resume.config_facts(self._cfg),
+            "versions": versions(),
+            "origin": origin,
+            "total_steps": self._trainer.total_steps,
+            "steps_per_epoch": self._trainer.steps_per_epoch,
+        }
+
+    # A step.
 
     def _step(self, step: int, one_step: OneStep) -> bool:
-        """One step with its save, validation and samples; whether it was the last."""
-        cfg, trainer = self._cfg, self._trainer
+        """One step with its saves, validation and samples; whether it was the last."""
+        cfg, trainer, began = self._cfg, self._trainer, time.perf_counter()
+        with stop.held():
+            self._checkpoints.poll()
         with stop.one_step():
             result = one_step(step)
             metrics = result.metrics
-            done = step + 1 - self._first
-            metrics["perf/left_s"] = (time.perf_counter() - self._start) / done * (self._total - step)
+            done = step - self._done_before
+            metrics["perf/left_s"] = (time.perf_counter() - self._start) / done * (trainer.total_steps - step)
+            if self._checkpoints.failures:
+                metrics["checkpoint/failures"] = float(self._checkpoints.failures)
+            last = step == trainer.total_steps or trainer.finished()
+            validates = _due_for_validation(cfg, trainer, step, last)
+            row = Row(step, dict(metrics), sample_lines(step, result.samples), validates)
             self._state.step, self._saved, self._unwritten = step, None, (step, metrics)
-        last = step == self._total or trainer.finished()
+            self._snapshot = {**self._static, **resume.step_facts(self._state.state(), row), "is_last": last}
         if "console" in cfg.trainer.logger and _shown(cfg, step, last):
-            self._progress.say(step_line(step, self._total, metrics))
-        # Saved first: an error in validation or in the writing of samples costs no weights.
+            self._progress.say(step_line(step, trainer.total_steps, metrics))
+        # Saved first: an error in validation costs no weights. A checkpoint that is whole says that the model is, too.
         self._save_if_due(step, last)
-        found = self._validated(step) if _due_for_validation(cfg, trainer, step, last) else {}
+        if _due_for_checkpoint(cfg, step, last):
+            with stop.held():
+                self._checkpoints.begin(step, self._snapshot, cfg.checkpoint.async_save)
+        found = self._validated(step) if validates else {}
         with stop.held():
+            self._files.write_samples(step, row.samples)
             self._note_validation(step, metrics, found)
-            self._keep_samples(step, result.samples)
+        self._limit.note_step(time.perf_counter() - began)
+        self._limit.note_save("checkpoint", self._checkpoints.longest_s)
         return last
 
     def _save_if_due(self, step: int, last: bool) -> None:
@@ -225,38 +355,33 @@ class _Life(Generic[StepT]):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._trainer.save(str(path))
             self._saved = path
-        self._progress.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        seconds = time.perf_counter() - start
+        self._limit.note_save("model", seconds)
+        self._progress.say(f"saved {path} in {seconds:.1f} s")
 
     def _validated(self, step: int) -> dict[str, float]:
         start = time.perf_counter()
         metrics = self._trainer.validate(step).metrics
-        return metrics | {"time/validate": time.perf_counter() - start} if metrics else {}
+        return metrics | {VALIDATED: time.perf_counter() - start} if metrics else {}
 
     def _note_validation(self, step: int, metrics: dict[str, float], found: dict[str, float]) -> None:
         if found or metrics:
             self._unwritten = None
-            self._sinks.write(step, metrics | found)
+            self._files.write_row(step, metrics | found)
+            self._checkpoints.note(step, metrics | found)
         if found:
-            shown = {name: value for name, value in found.items() if name != "time/validate"}
-            self._progress.say(f"validation  {step_line(step, self._total, shown)}")
-
-    def _keep_samples(self, step: int, rollouts: Sequence[SampleRow]) -> None:
-        lines = [json.dumps({"step": step, **rollout}, default=str) + "\n" for rollout in rollouts]
-        if not lines:
-            return
-        file = self._folder.path / ROLLOUTS_FILE
-        try:
-            with file.open("a", encoding="utf-8") as handle:
-                handle.writelines(lines)
-        except OSError as error:
-            if not self._samples_fail:
-                logger.warning("%s: samples of step %d are lost (%s); training goes on", file, step, error)
-            self._samples_fail = True
+            shown = {name: value for name, value in found.items() if name != VALIDATED}
+            self._progress.say(f"validation  {step_line(step, self._trainer.total_steps, shown)}")
 
 
 def _shown(cfg: RunConfig, step: int, last: bool) -> bool:
     """SFT steps are many and alike: every tenth is printed. metrics.jsonl holds them all."""
     return last or step % cfg.needs.prints_every == 0
+
+
+def _due_for_checkpoint(cfg: RunConfig, step: int, last: bool) -> bool:
+    frequency = cfg.checkpoint_freq
+    return frequency > 0 and (last or step % frequency == 0)
 
 
 def _due_for_validation(cfg: RunConfig, trainer: LoopTrainer[StepT], step: int, last: bool) -> bool:

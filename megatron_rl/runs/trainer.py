@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.render import Renderer
+from megatron_rl.errors import BrokenCheckpoint
 from megatron_rl.flow.run import PartialRun
+from megatron_rl.messages import first_of
+from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.metrics import Metrics, StepSummary, readers, time_metrics, wall_seconds
 from megatron_rl.runs.state import Stateful, stateful_parts
 from megatron_rl.runs.summary import summary_lines
@@ -16,6 +20,7 @@ from megatron_rl.runs.validation import SampleRow, Validation, validate
 from megatron_rl.trainers import TRAINERS
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.trainers.placement import Workers, start_workers
+from megatron_rl.types import FileMark
 from megatron_rl.workers.records import Role
 from megatron_rl.workers.train import TrainWorker
 
@@ -59,9 +64,11 @@ class Trainer:
         self.flow.watch(readers(self.parts))
         self._sources = tuple(self.flow.sources)
         self._workers: Workers | None = None
+        self._notes: list[str] = []
 
-    def start(self) -> Trainer:
-        """Read data, start reward processes and workers, and give the engines their first weights.
+    def start(self, checkpoint: Checkpoint | None = None) -> Trainer:
+        """Read data, start reward processes and workers, and give the engines their first weights: those of a
+        checkpoint, if one is given (its other state is restored to `stateful` before this).
 
         Data and rewards come before any worker, so that bad input costs seconds. What was started is ended again if
         one of them fails.
@@ -83,6 +90,8 @@ class Trainer:
                 critic_optimizer_steps=steps * cfg.critic_updates_per_step if cfg.needs.critic else None,
             )
             parts.models.start(workers.train)
+            if checkpoint is not None:
+                self._notes = load_models(workers.train, checkpoint)
             if cfg.needs.rewards:
                 parts.rewards.start_models()
             if cfg.needs.rollouts:
@@ -150,7 +159,7 @@ class Trainer:
         if self.cfg.needs.rewards:
             sets = self.parts.prompts.sets
             notes = {name: self.parts.rewards.notes(prompts.items) for name, prompts in sets.items()}
-        return summary_lines(self.parts.data.sets, self.cfg.data.mix_weights, notes)
+        return [*summary_lines(self.parts.data.sets, self.cfg.data.mix_weights, notes), *self._notes]
 
     def validate(self, step: int) -> Validation:
         """Every validation row once (contract R4)."""
@@ -168,6 +177,18 @@ class Trainer:
             role: Role = "actor" if self.cfg.critic.share_backbone else "critic"
             group.rank0(TrainWorker.save, role, str(Path(path).with_name("critic")), "value_model")
 
+    def save_state(self, folder: str, background: bool) -> None:
+        """See StateStore."""
+        self.parts.models.group.all(TrainWorker.save_state, folder, background)
+
+    def save_done(self) -> bool:
+        """See StateStore."""
+        return all(self.parts.models.group.all(TrainWorker.save_done))
+
+    def finish_save(self) -> dict[str, FileMark]:
+        """See StateStore."""
+        return {name: mark for marks in self.parts.models.group.all(TrainWorker.finish_save) for name, mark in marks.items()}
+
     def close(self) -> None:
         """End workers and reward processes."""
         try:
@@ -179,3 +200,16 @@ class Trainer:
 
     def _busy_seconds(self) -> float:
         return 0.0 if self._workers is None else self._workers.busy_seconds
+
+
+def load_models(group: WorkerGroup, checkpoint: Checkpoint) -> list[str]:
+    """The trained models of a group go on from a checkpoint; notes for a reader.
+
+    Raises BrokenCheckpoint if a file is not as it was written: each rank looks at its share, before anything changes.
+    """
+    folder = str(checkpoint.path)
+    faults = [fault for of_rank in group.all(TrainWorker.check_files, folder, checkpoint.marks) for fault in of_rank]
+    if faults:
+        raise BrokenCheckpoint(first_of(faults, 3, "; "))
+    notes = [note for of_rank in group.all(TrainWorker.load_state, folder) for note in of_rank]
+    return list(dict.fromkeys(notes))

@@ -18,6 +18,7 @@ from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
 from megatron_rl.runs import session
 from megatron_rl.runs.before import inspect, require_weights
+from megatron_rl.runs.files import RECORD_FILE
 from megatron_rl.runs.loop import synchronous
 from megatron_rl.runs.loop_async import asynchronous
 from megatron_rl.runs.trainer import Trainer
@@ -57,7 +58,7 @@ def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
             trainer.close()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(cfg), encoding="utf-8")
-    for name, content in ((session.RECORD_FILE, run_record()), ("metrics.json", validation.metrics)):
+    for name, content in ((RECORD_FILE, run_record()), ("metrics.json", validation.metrics)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with (folder / "answers.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, default=str) + "\n" for row in validation.rows())

@@ -72,6 +72,8 @@ class RunData(Generic[Item]):
         """None until `read`, and in an evaluation, which has no training files."""
         self.val: DataSet[Item] | None = None
         self.stream: Stream | MixedStream | None = None
+        self._saved: Mapping[str, Any] | None = None
+        """Where `read` goes on."""
 
     def read(self, renderer: Renderer) -> None:
         """Read all files, so that bad input costs seconds: before any worker starts."""
@@ -80,6 +82,8 @@ class RunData(Generic[Item]):
             self.train = self._load(data, data.train_files, renderer)
             sources = [item.data_source for item in self.train.items]
             self.stream = open_stream(data, sources, self._cfg.trainer.seed)
+            if self._saved is not None:
+                self.stream.restore(dict(self._saved))
         if data.val_files:
             self.val = self._load(data, data.val_files, renderer, validation=True)
 
@@ -109,7 +113,8 @@ class RunData(Generic[Item]):
         return {} if self.stream is None else self.stream.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, once the data is read. Raises DataError if the order of the rows would differ."""
+        """Go on from there. Raises DataError if the order of the rows would differ; before `read`, that does."""
+        self._saved = state
         if self.stream is not None:
             self.stream.restore(dict(state))
 

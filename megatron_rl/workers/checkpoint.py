@@ -107,6 +107,11 @@ class StateFiles:
         if not background:
             wait([future])
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait for this rank's thread."""
+        return self._begun is None or self._begun[1].done()
+
     def finish(self) -> Marks:
         """Wait for the files and make the tensors readable; the files that this rank has written. A collective.
         Raises CheckpointError on all ranks, with the error of each.

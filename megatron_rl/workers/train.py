@@ -135,6 +135,10 @@ class TrainWorker:
         # No phase: a snapshot is read from where the memory is, and nothing is moved for it.
         self._state.begin(Path(folder), self._saved(), background)
 
+    def save_done(self) -> bool:
+        """Whether finish_save would not wait for this rank's writer. No collective."""
+        return self._state.is_done
+
     def finish_save(self) -> dict[str, FileMark]:
         """Wait until the checkpoint that was begun is written: relative name of each file that this rank has written ->
         its mark. CheckpointError on all ranks if a rank could not write. Empty if none was begun.

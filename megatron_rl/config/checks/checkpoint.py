@@ -1,10 +1,53 @@
-"""Checks of checkpoints and of resuming from them."""
+"""Checks of checkpoints and of resuming from them, and the names of a checkpoint's files."""
 
 from __future__ import annotations
 
-from megatron_rl.config.durations import seconds_of
+import re
+from pathlib import Path
+
 from megatron_rl.config.run import RunConfig
+from megatron_rl.config.text.schema import schema_of
 from megatron_rl.errors import Fault
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, inside the run's."""
+CHECKPOINT = re.compile(r"step_(\d{6,})")
+STATE_FILE, MANIFEST_FILE = "state.json", "manifest.json"
+MODE_KEY = "trainer.resume_mode"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder holds the files that every checkpoint has."""
+    return (path / STATE_FILE).is_file() and (path / MANIFEST_FILE).is_file()
+
+
+def resume_path(cfg: RunConfig) -> list[Fault]:
+    """A path to go on from is a checkpoint, or a run with checkpoints."""
+    mode = cfg.trainer.resume_mode
+    if mode in ("auto", "disable"):
+        return []
+    path, cure = Path(mode), "give auto, disable, a checkpoint (RUN/checkpoints/step_...) or the folder of a run"
+    if not path.is_dir():
+        return [Fault(MODE_KEY, mode, "there is no such folder", cure)]
+    if is_checkpoint(path):
+        return []
+    folder = path / CHECKPOINTS
+    if folder.is_dir() and any(CHECKPOINT.fullmatch(entry.name) for entry in folder.iterdir()):
+        return []
+    what = "is neither a checkpoint of megatron_rl nor a run with checkpoints"
+    return [Fault(MODE_KEY, mode, what, cure)]
+
+
+def resume_changes(cfg: RunConfig) -> list[Fault]:
+    """Keys that may differ from the checkpoint's exist."""
+    schema = schema_of(RunConfig)
+    faults: list[Fault] = []
+    for name in cfg.trainer.resume_changes:
+        if schema.key_of(name) is None and name not in schema.short:
+            near = schema.suggest(name)
+            cure = f"did you mean {' or '.join(near)}?" if near else "see `megatron-rl keys`"
+            faults.append(Fault("trainer.resume_changes", name, "is no key", cure))
+    return faults
 
 
 def best_metric(cfg: RunConfig) -> list[Fault]:
@@ -20,13 +63,6 @@ def best_metric(cfg: RunConfig) -> list[Fault]:
 
 def not_offered_yet(cfg: RunConfig) -> list[Fault]:
     """Keys whose work is not done yet are refused, not passed over."""
-    trainer, checkpoint = cfg.trainer, cfg.checkpoint
-    asked: list[tuple[str, object, bool]] = [
-        ("trainer.resume_mode", trainer.resume_mode, trainer.resume_mode not in ("auto", "disable")),
-        ("trainer.resume_changes", trainer.resume_changes, bool(trainer.resume_changes)),
-        ("trainer.max_time", trainer.max_time, bool(seconds_of(trainer.max_time or ""))),
-        ("trainer.max_restarts", trainer.max_restarts, trainer.max_restarts > 0),
-        ("checkpoint.freq", checkpoint.freq, bool(checkpoint.freq)),
-    ]
-    reason = "checkpoints are not offered yet"
-    return [Fault(key, value, reason, "leave it out") for key, value, is_asked in asked if is_asked]
+    if cfg.trainer.max_restarts == 0:
+        return []
+    return [Fault("trainer.max_restarts", cfg.trainer.max_restarts, "restarts are not offered yet", "leave it out")]

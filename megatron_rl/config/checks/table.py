@@ -85,6 +85,8 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(schedule.staleness, ("train",)),
     Check(schedule.max_time, ("train",)),
     Check(checkpoint.best_metric, ("train",)),
+    Check(checkpoint.resume_path, ("train",)),
+    Check(checkpoint.resume_changes, ("train",)),
     Check(checkpoint.not_offered_yet, ("train",)),
     Check(model.unused_reference),
     Check(schedule.decay_after_warmup),

@@ -38,8 +38,8 @@ def at(phase):
             time.sleep(0.02)
 
 class Slow(Steps):
-    def start(self):
-        super().start()
+    def start(self, checkpoint=None):
+        super().start(checkpoint)
         at("start")
     def take(self, step):
         at(f"rollout {step}")
@@ -66,7 +66,7 @@ def train(folder, phase, overrides):
             session.run(cfg, Slow)
     except KeyboardInterrupt as interrupt:
         print(interrupt, flush=True)
-        return stop.exit_code(stop.received())
+        return stop.exit_code(stop.received(), getattr(interrupt, "can_go_on", False))
     return 0
 
 def in_a_fork(folder, phase, overrides, number):
@@ -96,18 +96,21 @@ found = {name: in_a_fork(folder / name.replace(" ", "-"), name, *rest) for name,
 print(json.dumps(found))
 """
 NONE: set[str] = set()
+WEIGHTS = "; its weights are in"
 PHASES: dict[str, tuple[signal.Signals, list[str], str, set[str]]] = {
-    "start": (signal.SIGTERM, [], "", NONE),
+    "start": (signal.SIGUSR1, [], "before the first step was complete: there is nothing to save", NONE),
     "validation 0": (signal.SIGINT, [], "before the first step was complete", NONE),
-    "rollout 1": (signal.SIGTERM, [], "before the first step was complete: there are no new weights", NONE),
-    "rollout 2": (signal.SIGINT, [], "after step 1: its weights are in", {"global_step_1"}),
-    "update 1": (signal.SIGTERM, [], "after step 1: its weights are in", {"global_step_1"}),
-    "update 2": (signal.SIGINT, ["trainer.save_freq=1"], "after step 2: its", {"global_step_1", "global_step_2"}),
-    "save actor": (signal.SIGTERM, ["trainer.save_freq=2"], "after step 2: its weights are in", {"global_step_2"}),
-    "save final": (signal.SIGINT, [], "after step 3: its weights are in", {"final"}),
-    "validation 3": (signal.SIGTERM, [], "after step 3: its weights are in", {"final"}),
+    "rollout 1": (signal.SIGTERM, [], "before the first step was complete: there is nothing to save", NONE),
+    "rollout 2": (signal.SIGINT, [], WEIGHTS, {"global_step_1"}),
+    "update 1": (signal.SIGTERM, [], WEIGHTS, {"global_step_1"}),
+    "update 2": (signal.SIGUSR2, ["trainer.save_freq=1"], WEIGHTS, {"global_step_1", "global_step_2"}),
+    "save actor": (signal.SIGUSR1, ["trainer.save_freq=2"], WEIGHTS, {"global_step_2"}),
+    "save final": (signal.SIGINT, [], WEIGHTS, {"final"}),
+    "validation 3": (signal.SIGTERM, ["checkpoint.freq=0"], f"no checkpoint is kept{WEIGHTS}", {"final"}),
     "update 3": (signal.SIGHUP, ["trainer.save_freq=0"], "so no weights are kept", set()),
 }
+STEPS_DONE = {"rollout 2": 1, "update 1": 1, "update 2": 2, "save actor": 2, "save final": 3, "update 3": 3}
+"""Step of the checkpoint."""
 STEPS_WRITTEN = {"rollout 2": 2, "update 1": 2, "update 2": 3, "save actor": 3, "save final": 4, "validation 3": 4}
 
 
@@ -144,16 +147,21 @@ def test_a_signal_saves_the_last_whole_step_and_ends_with_one_line(
 ):
     number, _, said, saved = PHASES[phase]
     code, out, err, runs = ended[phase]
-    assert code == 128 + number, err
+    goes_on = phase in STEPS_DONE and number in stop.REQUEUE_SIGNALS
+    assert code == (75 if goes_on else 128 + number), err
     last = out.splitlines()[-1]
     assert last.startswith(f"stopped by {number.name} " if said else "") and said in last
-    assert "Traceback" not in err and err.count(f"{number.name}: the run saves its weights") == 1
+    assert "Traceback" not in err and err.count(f"{number.name}: the run saves a checkpoint") == 1
     assert len(err.splitlines()) == 1, err
     assert "closed" in out, "what was started is ended, also while it starts"
     if saved is NONE:
         assert not (runs / "a" / "config.yaml").exists(), "nothing stands in the way of the next try"
         return
     folder = runs / "a"
+    if phase in STEPS_DONE:
+        path = folder / "checkpoints" / f"step_{STEPS_DONE[phase]:06d}"
+        assert f"after step {STEPS_DONE[phase]}: its checkpoint is {path};" in last
+        assert json.loads((path / "state.json").read_text())["step"] == STEPS_DONE[phase]
     assert {name for name in names(folder) if name.startswith(("final", "global_step"))} == saved
     assert all(path.read_text() == "weights" for path in folder.rglob("model.safetensors"))
     if phase in STEPS_WRITTEN:
@@ -173,13 +181,13 @@ def test_a_second_signal_ends_at_once(tmp_path: Path):
 
 
 def test_a_signal_that_comes_twice_within_a_moment_counts_once(tmp_path: Path):
-    with start(tmp_path / "twice", "save final", []) as process:
+    with start(tmp_path / "twice", "save final", ["checkpoint.freq=1"]) as process:
         wait_for(process, "save final")
         process.send_signal(signal.SIGTERM)
         time.sleep(0.03)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM and "its weights are in" in out
+    assert process.returncode == 75 and "its weights are in" in out
 
 
 def test_what_another_thread_holds_is_waited_for():

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.trainer import TrainerConfig
 from megatron_rl.errors import CheckpointError, ConfigError, DataError, MissingDependency, RewardError
 from megatron_rl.runs import session, verbs
+from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.folder import LOCK_FILE, claim
 from megatron_rl.runs.trainer import StepResult
 from megatron_rl.runs.validation import Validation
+from megatron_rl.types import FileMark
 from megatron_rl.weights.safetensors import write_model
 from tests.helpers.config import faults, load
 
@@ -182,12 +185,14 @@ MADE = [
     "global_step_2/actor/model.safetensors", "global_step_2/critic/config.json",
     "global_step_40/actor/model-00001-of-00002.safetensors", "tensorboard/events.out.tfevents.1.host.1.0",
     "wandb/offline-run-1/x", "wandb/debug.log", ".final.0123abcd.writing/model.safetensors",
-    "global_step_40/.actor.0123abcd.writing/x",
+    "global_step_40/.actor.0123abcd.writing/x", "checkpoints/latest", "checkpoints/step_000040/manifest.json",
+    "checkpoints/step_000050.writing/actor/x", "checkpoints/step_000030.removing/ranks/x",
 ]  # fmt: skip
 USERS = [
     "notes.txt", "final.old/model.safetensors", "X.writing/y", "final.writing/z", "metrics.tmp", "config.yaml.bak",
     "global_step_2/notes.txt", "global_step_2.keep/actor/model.safetensors", "global_step_x/actor/w", "best/weights",
-    "tensorboard/notes", "wandb/notes", "rollouts.jsonl.gz", ".hidden", "actor/model.safetensors",
+    "tensorboard/notes", "wandb/notes", "rollouts.jsonl.gz", ".hidden", "checkpoints/notes",
+    "checkpoints/step_000040.keep/manifest.json", "actor/model.safetensors",
 ]  # fmt: skip
 
 
@@ -238,7 +243,15 @@ def test_replace_takes_what_a_run_writes_and_nothing_else(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "odd", ["final/notes.md", "final/sub/model.safetensors", "critic/a.py", "global_step_2/actor/log", "config.yaml/x"]
+    "odd",
+    [
+        "final/notes.md",
+        "final/sub/model.safetensors",
+        "critic/a.py",
+        "global_step_2/actor/log",
+        "config.yaml/x",
+        "checkpoints/step_000002/notes",
+    ],
 )
 def test_replace_is_refused_where_it_would_take_the_users_files_along(tmp_path: Path, odd: str):
     fill(tmp_path / "a", ["metrics.jsonl", odd])
@@ -333,7 +346,7 @@ class Steps:
     def __init__(self, cfg: RunConfig, fails: str = "") -> None:
         self.fails, self.is_closed = fails, False
 
-    def start(self) -> None:
+    def start(self, checkpoint: Checkpoint | None = None) -> None:
         if self.fails == "data":
             raise DataError("train.jsonl, row 1: no prompt -- add one")
 
@@ -359,8 +372,23 @@ class Steps:
     def finished(self) -> bool:
         return False
 
+    def save_state(self, folder: str, background: bool) -> None:
+        (Path(folder) / "actor").mkdir()
+        (Path(folder) / "actor" / "weights").write_text(self.state_text())
+        self.writes = Path(folder)
+
+    def state_text(self) -> str:
+        return "state"
+
+    def save_done(self) -> bool:
+        return True
+
+    def finish_save(self) -> dict[str, FileMark]:
+        data = (self.writes / "actor" / "weights").read_bytes()
+        return {"actor/weights": FileMark(len(data), zlib.crc32(data))}
+
     def save(self, path: str) -> None:
-        Path(path).mkdir()
+        Path(path).mkdir(exist_ok=True)
         (Path(path) / "model.safetensors").write_text("weights")
 
     def close(self) -> None:
@@ -391,6 +419,7 @@ WHOLE = {
     "curves.png",
     "final",
     "global_step_2",
+    "checkpoints",
     LOCK_FILE,
 }
 
@@ -400,14 +429,18 @@ def test_a_second_run_under_the_same_name(cfg: RunConfig, tmp_path: Path):
     runs = tmp_path / "runs"
     assert names(runs / "a") == WHOLE
     before = state(runs)
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(
+        ConfigError, match="holds a run already, that is complete: it ended at step 3 -- to go on, raise"
+    ):
         run(cfg)
     assert state(runs) == before
     (runs / "a" / "final.old").mkdir()
     (runs / "a" / "global_step_90").mkdir()
     (runs / "a" / "global_step_90" / "actor").mkdir()
     run(cfg, overwrite="replace", save_freq=-1)
-    assert names(runs / "a") == (WHOLE - {"global_step_2"}) | {"final.old"}, "no save of the first run among these"
+    assert names(runs / "a") == (WHOLE - {"global_step_2", "checkpoints"}) | {"final.old"}, (
+        "no save of the first run among these"
+    )
     before = state(runs / "a")
     run(cfg, overwrite="number")
     assert state(runs / "a") == before and names(runs / "a-2") == WHOLE
