@@ -1,4 +1,4 @@
-"""Executes one rank's part of a plan on live tensors: local copies, and buckets sent from rank to rank.
+"""Executes one rank's part of a plan on live tensors: local copies, and messages from rank to rank.
 
 Nothing is decided here: the plan (plan.py) says what goes where, the schedule (rounds.py) what is sent together.
 Ranks are the plan's process numbers, which are positions in the process group.
@@ -6,26 +6,23 @@ Ranks are the plan's process numbers, which are positions in the process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.models.rules import LocalParam
 from megatron_rl.ops.copies import CopyBatch
-from megatron_rl.parallel.p2p import P2PGroup, PeerMessage, Pending
-from megatron_rl.reshard.plan import BlockIndex, Move, Place, Plan, RankBytes
-from megatron_rl.reshard.rounds import Bucket, Round, rounds_of_rank, row_size
-
-Tensors = Mapping[str, torch.Tensor]
-Copy = tuple[torch.Tensor, torch.Tensor]
-"""(to, from): views of one shape"""
+from megatron_rl.parallel.p2p import P2PGroup, Pending
+from megatron_rl.reshard.plan import BlockIndex, Move, Plan, RankBytes
+from megatron_rl.reshard.rounds import Round, rounds_of_rank
+from megatron_rl.reshard.views import Copy, Tensors, common_slice, each_once, flat_rows, part_of, slots_of, view_of
 
 
 @dataclass(frozen=True)
 class Moved:
     """What one run did on this rank, in bytes. received, sent: between ranks, as they travelled. staging: the most
-    bucket memory at a time. messages: sent.
+    staging memory at a time. messages: sent.
     """
 
     local: int = 0
@@ -63,16 +60,27 @@ class TensorSet:
 
 
 @dataclass
+class _BoundRound:
+    """A round's copies into and out of its staging memory: the message to the peer, then the one from it."""
+
+    round: Round
+    pack: CopyBatch
+    unpack: CopyBatch
+
+
+@dataclass
 class _Bound:
     """Views into the live tensors, valid as long as both sides keep these fingerprints.
 
-    written: storages that the copies write to. local, aliased: bytes.
+    written: storages that local copies write to; received: that messages are unpacked into. local, aliased: bytes.
     """
 
     fingerprints: tuple[Fingerprint, Fingerprint]
     padding: list[torch.Tensor]
     copies: CopyBatch
+    rounds: list[_BoundRound]
     written: set[int]
+    received: set[int]
     local: int
     aliased: int
 
@@ -99,12 +107,10 @@ class Transfer:
         self._trainer_dtype, self._engine_dtype = trainer_dtype, engine_dtype
         self._cap_bytes = cap_bytes
         self._from_trainer, self._from_engine = BlockIndex(self._trainer), BlockIndex(self._engine)
-        self._local = plan.of_rank(group.rank).local
+        part = plan.of_rank(group.rank)
+        self._local = part.local
         self.rounds = rounds_of_rank(
-            [move for move in plan.moves if move.source != move.target],
-            group.rank,
-            element_size=lambda wave: self._wire_dtype(wave).itemsize,
-            cap_bytes=cap_bytes,
+            part, element_size=lambda wave: self._wire_dtype(wave).itemsize, cap_bytes=cap_bytes
         )
         self._bound: _Bound | None = None
         self._faultless: tuple[tuple[Fingerprint, Fingerprint], frozenset[str]] | None = None
@@ -151,15 +157,8 @@ class Transfer:
 
     def _overlaps(self, sources: TensorSet, targets: TensorSet) -> list[str]:
         """Engine parameters in the trainer's memory that the plan would write to."""
-        received = {
-            place.param
-            for rnd in self.rounds
-            for bucket in rnd.receives
-            for piece in bucket.pieces
-            for place in self._from_engine.places(piece.move)
-        }
-        written = self._bind(sources, targets).written | {_storage(targets.tensors[name]) for name in received}
-        shared = written & {_storage(tensor) for tensor in sources.tensors.values()}
+        bound = self._bind(sources, targets)
+        shared = (bound.written | bound.received) & {_storage(tensor) for tensor in sources.tensors.values()}
         return [
             f"the engine's {name} lies in the trainer's memory, and not where its values are: a sync would overwrite "
             "the trainer's weights"
@@ -178,13 +177,13 @@ class Transfer:
         for rows in bound.padding:
             rows.zero_()
         bound.copies.run()
-        staging = self._travel(sources.tensors, targets.tensors, phase)
+        staging = self._travel(bound.rounds, phase)
         return Moved(
             local=bound.local,
             aliased=bound.aliased,
-            received=sum(bucket.num_bytes for rnd in self.rounds for bucket in rnd.receives),
-            sent=sum(bucket.num_bytes for rnd in self.rounds for bucket in rnd.sends),
-            messages=sum(len(rnd.sends) for rnd in self.rounds),
+            received=sum(rnd.received_bytes for rnd in self.rounds),
+            sent=sum(rnd.sent_bytes for rnd in self.rounds),
+            messages=sum(bool(rnd.sends) for rnd in self.rounds),
             staging=staging,
         )
 
@@ -192,8 +191,6 @@ class Transfer:
         """Wait until a run is done on the device: an engine may read on another stream."""
         if any(tensor.is_cuda for tensor in targets.tensors.values()):
             torch.cuda.current_stream().synchronize()
-
-    # Within this rank.
 
     @torch.no_grad()
     def _bind(self, sources: TensorSet, targets: TensorSet) -> _Bound:
@@ -205,94 +202,80 @@ class Transfer:
             copies = [(to, source) for to, source in pairs if not _same_memory(to, source)]
             written = {_storage(to) for to, _ in copies}
             padding = [
-                _flat_rows(targets.tensors[param.name])[sum(block.num_rows for block in param.blocks) :]
+                flat_rows(targets.tensors[param.name])[sum(block.num_rows for block in param.blocks) :]
                 for param in self._engine
             ]
             # Padding of a parameter that is the trainer's own is the trainer's to keep.
             trained = {_storage(tensor) for tensor in sources.tensors.values()} - written
             local = sum(to.nbytes for to, _ in copies)
+            received: set[int] = set()
             self._bound = _Bound(
                 fingerprints,
                 [rows for rows in padding if len(rows) and _storage(rows) not in trained],
                 CopyBatch(copies),
+                [self._bind_round(rnd, sources.tensors, targets.tensors, received) for rnd in self.rounds],
                 written,
+                received,
                 local,
                 sum(to.nbytes for to, _ in pairs) - local,
             )
         return self._bound
 
     def _local_copies(self, move: Move, sources: Tensors, targets: Tensors) -> Iterator[Copy]:
-        reads = _each_once(self._from_trainer.places(move))
+        reads = each_once(self._from_trainer.places(move))
         for write in self._from_engine.places(move):
-            to = _view(targets, write)
+            to = view_of(targets, write)
             for read in reads:
-                rows = _common(write.at_rows, read.at_rows)
+                rows = common_slice(write.at_rows, read.at_rows)
                 cols = (
-                    _common(write.at_cols, read.at_cols)
+                    common_slice(write.at_cols, read.at_cols)
                     if write.at_cols is not None and read.at_cols is not None
                     else None
                 )
                 if rows is not None and (cols is not None or write.at_cols is None):
-                    source = _view(sources, read)
-                    yield _part(to, write, rows, cols), _part(source, read, rows, cols)
+                    source = view_of(sources, read)
+                    yield part_of(to, write, rows, cols), part_of(source, read, rows, cols)
 
-    # Between ranks.
+    def _bind_round(self, rnd: Round, sources: Tensors, targets: Tensors, received: set[int]) -> _BoundRound:
+        """Also adds to `received` the storages that the round writes to."""
+        dtype = self._wire_dtype(rnd.wave)
+        index, tensors = (self._from_trainer, sources) if rnd.wave == 0 else (self._from_engine, targets)
+        # Staging memory is new in each sync: here it is its sizes and offsets alone.
+        staging = torch.empty(rnd.num_bytes, dtype=torch.uint8, device="meta")
+        sent, got = staging[: rnd.sent_bytes], staging[rnd.sent_bytes :]
+        pack = CopyBatch(slots_of(rnd.sends, sent, dtype, index, tensors, each_once), self.group.device)
+        unpack = [(there, slot) for slot, there in slots_of(rnd.receives, got, dtype, self._from_engine, targets, list)]
+        received.update(_storage(there) for there, _ in unpack)
+        return _BoundRound(rnd, pack, CopyBatch(unpack, self.group.device))
 
-    def _travel(self, sources: Tensors, targets: Tensors, phase: str) -> int:
+    def _travel(self, rounds: Sequence[_BoundRound], phase: str) -> int:
         """All rounds, two in flight; the bytes of staging memory."""
-        sizes = [max((rnd.num_bytes for rnd in self.rounds[parity::2]), default=0) for parity in (0, 1)]
+        sizes = [max((one.round.num_bytes for one in rounds[parity::2]), default=0) for parity in (0, 1)]
         arenas = [torch.empty(size, dtype=torch.uint8, device=self.group.device) for size in sizes]
-        before: tuple[Round, list[PeerMessage], Pending] | None = None
-        for number, rnd in enumerate(self.rounds):
-            if before is not None and before[0].wave != rnd.wave:
+        before: tuple[_BoundRound, torch.Tensor, Pending] | None = None
+        for number, bound in enumerate(rounds):
+            rnd = bound.round
+            if before is not None and before[0].round.wave != rnd.wave:
                 # Engines forward values of the wave before: these must be in their parameters first.
-                self._unpack(*before, targets)
+                _unpack(*before)
                 before = None
-            arena, at = arenas[number % 2], 0
-            sends: list[PeerMessage] = []
-            receives: list[PeerMessage] = []
-            for buckets, messages in ((rnd.sends, sends), (rnd.receives, receives)):
-                for bucket in buckets:
-                    messages.append((bucket.peer, arena[at : at + bucket.num_bytes]))
-                    at += bucket.num_bytes
-            index, tensors = (self._from_trainer, sources) if rnd.wave == 0 else (self._from_engine, targets)
-            for bucket, (_, data) in zip(rnd.sends, sends, strict=True):
-                for slot, there in _slots(bucket, data, self._wire_dtype(rnd.wave), index, tensors, _each_once):
-                    slot.copy_(there)
-            place = f"{phase}, wave {rnd.wave}, round {number} of {len(self.rounds)}"
+            staging = arenas[number % 2][: rnd.num_bytes]
+            bound.pack.run(staging)
+            sends = [(rnd.peer, staging[: rnd.sent_bytes])] if rnd.sends else []
+            receives = [(rnd.peer, staging[rnd.sent_bytes :])] if rnd.receives else []
+            place = f"{phase}, wave {rnd.wave}, round {number} of {len(rounds)}"
             pending = self.group.post(sends, receives, place)
             if before is not None:
-                self._unpack(*before, targets)
-            before = rnd, receives, pending
+                _unpack(*before)
+            before = bound, staging, pending
         if before is not None:
-            self._unpack(*before, targets)
+            _unpack(*before)
         return sum(sizes)
 
-    def _unpack(self, rnd: Round, receives: list[PeerMessage], pending: Pending, targets: Tensors) -> None:
-        pending.wait()
-        for bucket, (_, data) in zip(rnd.receives, receives, strict=True):
-            for slot, there in _slots(bucket, data, self._wire_dtype(rnd.wave), self._from_engine, targets, list):
-                there.copy_(slot)
 
-
-def _slots(
-    bucket: Bucket,
-    data: torch.Tensor,
-    dtype: torch.dtype,
-    index: BlockIndex,
-    tensors: Tensors,
-    of_places: Callable[[list[Place]], list[Place]],
-) -> Iterator[Copy]:
-    """(part of the bucket, the same part of a parameter) for everything in a bucket."""
-    at = 0
-    for piece in bucket.pieces:
-        rows, width = piece.rows[1] - piece.rows[0], row_size(piece.move)
-        slot = data[at : at + piece.num_bytes].view(dtype)
-        slot = slot if piece.move.cols is None else slot.view(rows, width)
-        at += piece.num_bytes
-        for place in of_places(index.places(piece.move._replace(rows=piece.rows))):
-            part = slot[place.at_rows] if place.at_cols is None else slot[place.at_rows, place.at_cols]
-            yield part, _view(tensors, place)
+def _unpack(bound: _BoundRound, staging: torch.Tensor, pending: Pending) -> None:
+    pending.wait()
+    bound.unpack.run(staging)
 
 
 def _differences(side: str, params: Sequence[LocalParam], dtype: torch.dtype, tensors: Tensors) -> list[str]:
@@ -313,40 +296,6 @@ def _differences(side: str, params: Sequence[LocalParam], dtype: torch.dtype, te
 def _storage(tensor: torch.Tensor) -> int:
     """Address of the memory that a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _flat_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter as plans see it: [rows] or [rows, columns]."""
-    tensor = tensor.detach()
-    return tensor if tensor.dim() <= 2 else tensor.view(-1, tensor.shape[-1])
-
-
-def _view(tensors: Tensors, place: Place) -> torch.Tensor:
-    rows = _flat_rows(tensors[place.param])[place.rows]
-    return rows if place.cols is None else rows[:, place.cols]
-
-
-def _common(one: slice, other: slice) -> slice | None:
-    start, stop = max(one.start, other.start), min(one.stop, other.stop)
-    return slice(start, stop) if start < stop else None
-
-
-def _part(view: torch.Tensor, place: Place, rows: slice, cols: slice | None) -> torch.Tensor:
-    """The rows and columns of a rectangle, from the view of a place that holds them."""
-    part = view[rows.start - place.at_rows.start : rows.stop - place.at_rows.start]
-    if cols is None or place.at_cols is None:
-        return part
-    return part[:, cols.start - place.at_cols.start : cols.stop - place.at_cols.start]
-
-
-def _each_once(places: list[Place]) -> list[Place]:
-    """Places without those that hold the same part again (a tied copy)."""
-    parts: dict[tuple[object, ...], Place] = {}
-    for place in places:
-        cols = place.at_cols
-        key = (place.at_rows.start, place.at_rows.stop, cols and cols.start, cols and cols.stop)
-        parts.setdefault(key, place)
-    return list(parts.values())
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -295,15 +295,12 @@ def bundles_of(trainers: Sequence[Shard], engines: Sequence[Shard]) -> tuple[lis
     """
     held, needed = _Side(trainers), _Side(engines)
     _same_tensors(held, needed)
-    flat = {
-        block.hf_name: block.cols is None for one in needed.shards for param in one.params for block in param.blocks
-    }
     groups: dict[object, list[str]] = {}
     for name in needed.rects:
-        key = (flat[name], tuple(held.rects[name]), tuple(needed.rects[name]))
+        key = (name in needed.flat, tuple(held.rects[name]), tuple(needed.rects[name]))
         groups.setdefault(key, []).append(name)
     bundles = [
-        Bundle(tuple(names), len(names), held.owners(names[0]), needed.owners(names[0]), flat[names[0]])
+        Bundle(tuple(names), len(names), held.owners(names[0]), needed.owners(names[0]), names[0] in needed.flat)
         for names in groups.values()
     ]
     return bundles, {name: place for place, name in enumerate(needed.rects)}
@@ -312,19 +309,21 @@ def bundles_of(trainers: Sequence[Shard], engines: Sequence[Shard]) -> tuple[lis
 class _Side:
     """The shards of one side by rank. Shards that share their tuple of parameters, as replicas do, are one group.
 
-    rects: HF name -> (group, its rectangles of the tensor) of each group that has any.
+    rects: HF name -> (group, its rectangles of the tensor) of each group that has any. flat: names of 1-D tensors.
+    Groups alone are looked at: a thousand replicas take no longer than one.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self.shards = sorted(shards, key=lambda shard: shard.rank)
+        self.flat: set[str] = set()
         self.rects: dict[str, list[tuple[int, tuple[Rect, ...]]]] = {}
         self._ranks: list[list[int]] = []
         groups: dict[int, int] = {}
-        for shard in self.shards:
+        for shard in sorted(shards, key=lambda shard: shard.rank):
             if id(shard.params) not in groups:
                 groups[id(shard.params)] = len(self._ranks)
                 for name, rects in _rects_of(shard).items():
                     self.rects.setdefault(name, []).append((len(self._ranks), rects))
+                self.flat.update(one.hf_name for param in shard.params for one in param.blocks if one.cols is None)
                 self._ranks.append([])
             self._ranks[groups[id(shard.params)]].append(shard.rank)
 

@@ -1,27 +1,36 @@
-"""When each remote move travels: rounds of buckets under a cap on staging memory. Pure integers.
+"""When each move between ranks travels: rounds of messages under a cap on staging memory. Pure integers.
 
-All ranks make the same schedule from the same plan. In a round every rank posts all its messages at once, one to and
-one from each rank it deals with. A message of round r is sent and received in round r, and every rank goes through its
-rounds in order: so no rank waits for one that waits for it. Two rounds are in flight (while one travels, the next is
-packed), so the buckets of a rank in one round, sent and received, are at most half the cap.
+A rank makes its rounds from its own moves alone. Two ranks, a lower and a higher one, cut what they send each other
+into chunks, by the list of moves between them, which both have. Chunk c of the ranks r and s travels in round
+(wave, c, r xor s): with one r, each s gives another number, so a rank has one peer in a round and the whole room for
+it. No rank has to know what other ranks do.
 
-Example: cap 8 bytes, rank 0 sends rows of 2 bytes, three of them to rank 1 and one to rank 2. A round has room for two:
-round 0 is 0 -> 1 (rows 0:2), round 1 is 0 -> 1 (row 2) and 0 -> 2. Staging on rank 0: 4 + 4 bytes.
+Every rank goes through its rounds in ascending order. Of all rounds that are not done, the lowest has its two ranks
+waiting for nothing else: so no rank waits for one that waits for it. Two rounds are in flight (while one travels, the
+next is packed), so the messages of a rank in one round, sent and received, are at most half the cap.
+
+Example: cap 16 bytes, rows of 2 bytes. Rank 0 sends six rows to rank 1, which sends it two, and one row to rank 2. The
+first two share the room of 8 bytes as 6 and 2: round (0, 0, 1) has three rows one way and one the other way, round
+(0, 1, 1) the others. Round (0, 0, 2) has the row for rank 2 and comes between the two.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import NamedTuple
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.reshard.plan import Move
+from megatron_rl.reshard.plan import Move, RankPlan
+
+ALIGNED_TO = 16
+"""Bytes: what copies on a GPU move at a time (ops/copies.py)."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows of a move that travel in one bucket; rows are the HF tensor's."""
+class Piece(NamedTuple):
+    """Rows of a move that travel in one message; rows are the HF tensor's."""
 
     move: Move
     rows: tuple[int, int]
@@ -29,30 +38,32 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """One message: pieces end to end."""
-
-    peer: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the message."""
-        return sum(piece.num_bytes for piece in self.pieces)
-
-
-@dataclass(frozen=True)
 class Round:
-    """The messages of one rank that are under way together."""
+    """What a rank and a peer send each other at a time: at most a message each way, its pieces end to end.
+
+    chunk: the round is (wave, chunk, rank xor peer).
+    """
 
     wave: int
-    sends: tuple[Bucket, ...]
-    receives: tuple[Bucket, ...]
+    chunk: int
+    peer: int
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Length of the message to the peer; 0: there is none."""
+        return sum(piece.num_bytes for piece in self.sends)
+
+    @cached_property
+    def received_bytes(self) -> int:
+        """Length of the message from the peer; 0: there is none."""
+        return sum(piece.num_bytes for piece in self.receives)
 
     @property
     def num_bytes(self) -> int:
         """Staging memory that the round takes."""
-        return sum(bucket.num_bytes for bucket in (*self.sends, *self.receives))
+        return self.sent_bytes + self.received_bytes
 
 
 def row_size(move: Move) -> int:
@@ -60,59 +71,79 @@ def row_size(move: Move) -> int:
     return 1 if move.cols is None else move.cols[1] - move.cols[0]
 
 
-def rounds_of_rank(
-    moves: Sequence[Move], rank: int, *, element_size: Callable[[int], int], cap_bytes: int
-) -> list[Round]:
+def rounds_of_rank(part: RankPlan, *, element_size: Callable[[int], int], cap_bytes: int) -> list[Round]:
     """The rounds of one rank, in order; rounds in which it has nothing to do are left out.
 
-    moves: those between different ranks, the same sequence on all ranks. element_size: bytes of an element as it
-    travels in a wave. Raises ReshardError where half the cap does not hold one row.
+    element_size: bytes of an element as it travels in a wave. Raises ReshardError if half the cap does not hold one row
+    of some tensor.
     """
-    found: list[Round] = []
-    for wave in sorted({move.wave for move in moves}):
-        of_wave = [move for move in moves if move.wave == wave]
-        found += _wave(of_wave, rank, wave, element_size(wave), cap_bytes // 2)
-    return found
+    links: dict[tuple[int, int], tuple[list[Move], list[Move]]] = {}
+    for move in part.sends:
+        links.setdefault((move.wave, move.target), ([], []))[0].append(move)
+    for move in part.receives:
+        links.setdefault((move.wave, move.source), ([], []))[1].append(move)
+    rounds: list[Round] = []
+    for (wave, peer), (sends, receives) in links.items():
+        size, room = element_size(wave), cap_bytes // 2
+        upward = part.rank < peer
+        # The lower rank's messages come first on both ranks.
+        cut = _cut(sends, receives, size, room) if upward else _cut(receives, sends, size, room)
+        for chunk, (first, second) in enumerate(cut):
+            rounds.append(Round(wave, chunk, peer, *((first, second) if upward else (second, first))))
+    return sorted(rounds, key=lambda one: (one.wave, one.chunk, part.rank ^ one.peer))
 
 
-def _wave(moves: Sequence[Move], rank: int, wave: int, element_size: int, room: int) -> list[Round]:
-    # used[rank][round]: bytes; start[rank]: its first round that is not full; reached[pair]: the round that the last
-    # move between two ranks got to. Looking at the rounds before it again would make this moves x rounds.
-    used: defaultdict[int, list[int]] = defaultdict(list)
-    start: defaultdict[int, int] = defaultdict(int)
-    reached: defaultdict[tuple[int, int], int] = defaultdict(int)
-    mine: dict[int, dict[tuple[int, int], list[Piece]]] = {}
+def _cut(
+    up: Sequence[Move], down: Sequence[Move], element_size: int, room: int
+) -> Iterable[tuple[tuple[Piece, ...], tuple[Piece, ...]]]:
+    """The chunks of two ranks: both directions at a time, each with its share of the room."""
+    (up_bytes, up_row), (down_bytes, down_row) = (_sizes(moves, element_size, room) for moves in (up, down))
+    share = room * up_bytes // (up_bytes + down_bytes)
+    if up_row <= share and down_row <= room - share:
+        return zip_longest(_chunks(up, element_size, share), _chunks(down, element_size, room - share), fillvalue=())
+    # Rows are so long that a share does not hold one: one direction after the other.
+    up_chunks, down_chunks = _chunks(up, element_size, room), _chunks(down, element_size, room)
+    return [(pieces, ()) for pieces in up_chunks] + [((), pieces) for pieces in down_chunks]
+
+
+def _sizes(moves: Iterable[Move], element_size: int, room: int) -> tuple[int, int]:
+    """Bytes of moves, and of the longest row among them."""
+    total = longest = 0
     for move in moves:
-        size = row_size(move) * element_size
-        if size > room:
+        row = row_size(move) * element_size
+        if row > room:
             raise ReshardError(
-                f"rollout.sync_bucket_mb: half of it ({room} bytes) does not hold one row of {move.hf_name} ({size} "
+                f"rollout.sync_bucket_mb: half of it ({room} bytes) does not hold one row of {move.hf_name} ({row} "
                 "bytes); raise it"
             )
-        pair = move.source, move.target
-        at, (row, end) = reached[pair], move.rows
+        total += row * (move.rows[1] - move.rows[0])
+        longest = max(longest, row)
+    return total, longest
+
+
+def _chunks(moves: Iterable[Move], element_size: int, room: int) -> list[tuple[Piece, ...]]:
+    """Moves one after another in chunks of at most `room` bytes. A move is cut between rows; each row fits.
+
+    Pieces whose length is no multiple of ALIGNED_TO come last in a chunk: the others are aligned in the message then.
+    """
+    chunks: list[tuple[Piece, ...]] = []
+    pieces: list[Piece] = []
+    free = room
+    for move in moves:
+        size = row_size(move) * element_size
+        row, end = move.rows
         while row < end:
-            for side in (move.source, move.target):
-                while start[side] < len(used[side]) and room - used[side][start[side]] < size:
-                    start[side] += 1
-                at = max(at, start[side])
-            for side in (move.source, move.target):
-                used[side].extend([0] * (at + 1 - len(used[side])))
-            left = room - max(used[move.source][at], used[move.target][at])
-            count = min(left // size, end - row)
+            count = min(free // size, end - row)
             if count:
-                piece = Piece(move, (row, row + count), count * size)
-                used[move.source][at] += piece.num_bytes
-                used[move.target][at] += piece.num_bytes
-                if rank in pair:
-                    mine.setdefault(at, {}).setdefault(pair, []).append(piece)
-                row += count
-                reached[pair] = at
-            at += 1
-    return [_round(wave, rank, mine[at]) for at in sorted(mine)]
+                pieces.append(Piece(move, (row, row + count), count * size))
+                row, free = row + count, free - count * size
+            else:
+                chunks.append(_odd_last(pieces))
+                pieces, free = [], room
+    if pieces:
+        chunks.append(_odd_last(pieces))
+    return chunks
 
 
-def _round(wave: int, rank: int, pairs: dict[tuple[int, int], list[Piece]]) -> Round:
-    sends = tuple(Bucket(target, tuple(pieces)) for (source, target), pieces in pairs.items() if source == rank)
-    receives = tuple(Bucket(source, tuple(pieces)) for (source, target), pieces in pairs.items() if target == rank)
-    return Round(wave, sends, receives)
+def _odd_last(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    return tuple(sorted(pieces, key=lambda piece: piece.num_bytes % ALIGNED_TO > 0))

@@ -93,3 +93,34 @@ def test_batched_copies_write_every_pair_and_nothing_else() -> None:
         batch.run()
         assert torch.equal(target, expected) and torch.equal(wide, expected_wide)
         source.normal_(generator=generator)
+
+
+def test_batched_copies_go_through_any_buffer() -> None:
+    """Rows, columns and an odd piece: packed into a buffer, and unpacked from it, by addresses that were taken once."""
+    from megatron_rl.ops.copies import CopyBatch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    source = torch.empty(3000, 256, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    sizes = [2 * 800 * 64, 2 * 129 * 256, 2 * 3]
+    staging = torch.empty(sum(sizes), dtype=torch.uint8, device="meta")
+    columns, rows, odd = (part.view(torch.bfloat16) for part in staging.split(sizes))
+    columns, rows = columns.view(800, 64), rows.view(129, 256)
+    reads = source[:800, 8:72], source[900:1029], source.view(-1)[5:8]
+    writes = target[100:900, 128:192], target[2000:2129], target.view(-1)[1:4]
+    device = torch.device("cuda", torch.cuda.current_device())
+    pack = CopyBatch(zip((columns, rows, odd), reads, strict=True), device)
+    unpack = CopyBatch(zip(writes, (columns, rows, odd), strict=True), device)
+    kept = []
+    for _ in range(2):
+        source.normal_(generator=generator)
+        target.fill_(7.0)
+        buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device="cuda")
+        kept.append(buffer)
+        pack.run(buffer)
+        unpack.run(buffer)
+        expected = torch.full_like(target, 7.0)
+        expected[100:900, 128:192], expected[2000:2129] = reads[0], reads[1]
+        expected.view(-1)[1:4] = reads[2]
+        assert torch.equal(target, expected)
+    assert kept[0].data_ptr() != kept[1].data_ptr()
