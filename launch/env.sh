@@ -7,6 +7,9 @@
 : "${OMP_NUM_THREADS:=1}"
 : "${TOKENIZERS_PARALLELISM:=false}"
 
+# A log is read while it is written, also where it is a pipe or a file.
+: "${PYTHONUNBUFFERED:=1}"
+
 # Models and data are local folders; nothing asks a hub or sends usage reports.
 : "${HF_HUB_OFFLINE:=1}"
 : "${VLLM_NO_USAGE_STATS:=1}"
@@ -23,16 +26,18 @@
 # Ray leaves a rank's visible devices as they are when it reserves no GPU for it.
 : "${RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO:=0}"
 
-export OMP_NUM_THREADS TOKENIZERS_PARALLELISM HF_HUB_OFFLINE VLLM_NO_USAGE_STATS RAY_USAGE_STATS_ENABLED \
-  VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL RAY_DEDUP_LOGS RAY_ENABLE_ZERO_COPY_TORCH_TENSORS \
-  RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+export OMP_NUM_THREADS TOKENIZERS_PARALLELISM PYTHONUNBUFFERED HF_HUB_OFFLINE VLLM_NO_USAGE_STATS \
+  RAY_USAGE_STATS_ENABLED VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL RAY_DEDUP_LOGS \
+  RAY_ENABLE_ZERO_COPY_TORCH_TENSORS RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
 
 if [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ]; then
   # Megatron-Core orders the collectives of tensor parallelism by a single queue on GPUs before Blackwell.
   : "${CUDA_DEVICE_MAX_CONNECTIONS:=1}"
   # FlashInfer's sampler is built at run time; vLLM's own needs no compiler.
   : "${VLLM_USE_FLASHINFER_SAMPLER:=0}"
-  export CUDA_DEVICE_MAX_CONNECTIONS VLLM_USE_FLASHINFER_SAMPLER
+  # NCCL says what is wrong, and no more. The network is the cluster's to know: docs/cluster.md has what is set there.
+  : "${NCCL_DEBUG:=WARN}"
+  export CUDA_DEVICE_MAX_CONNECTIONS VLLM_USE_FLASHINFER_SAMPLER NCCL_DEBUG
 else
   # On CPU, compiling small functions costs more than they ever save.
   : "${TORCHDYNAMO_DISABLE:=1}"

