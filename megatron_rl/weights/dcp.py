@@ -8,11 +8,8 @@ torch's own tools read these folders (torch.distributed.checkpoint.load and form
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -34,9 +31,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.types import FileMark
+from megatron_rl.weights.marked_files import MarkedFile, naming, write_file
 
 METADATA = ".metadata"
-_PIECE = 16 << 20
+WholeTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""name -> (shape, dtype) of saved tensors"""
 
 
 @dataclass(frozen=True)
@@ -60,69 +59,6 @@ class WrittenChunk:
     """First byte and number of bytes in the file."""
 
 
-@contextmanager
-def naming(path: Path, action: str) -> Generator[None]:
-    """Name the file in an error of the operating system, as a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be {action}: {error.strerror or error}") from error
-
-
-class MarkedFile(io.FileIO):
-    """A new file that knows the checksum of what was written to it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "w")
-        self.failure: OSError | None = None
-        self._crc32 = 0
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
-        """All of `data`: the system may take less at once. An error is kept as well: torch.save hides it."""
-        view = memoryview(data).cast("B")
-        size = len(view)
-        try:
-            while view:
-                count = super().write(view)
-                self._crc32 = zlib.crc32(view[:count], self._crc32)
-                view = view[count:]
-        except OSError as error:
-            self.failure = error
-            raise
-        return size
-
-    def finish(self) -> FileMark:
-        """Have it on the disk; its size and checksum."""
-        os.fsync(self.fileno())
-        return FileMark(self.tell(), self._crc32)
-
-
-def mark_of(path: Path) -> FileMark:
-    """Size and checksum of a file as it is. Raises OSError."""
-    crc32, buffer = 0, bytearray(_PIECE)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc32 = zlib.crc32(memoryview(buffer)[:count], crc32)
-        return FileMark(file.tell(), crc32)
-
-
-def write_file(path: Path, data: bytes) -> FileMark:
-    """A small file, on the disk when this returns. Raises CheckpointError."""
-    with naming(path, "written"), MarkedFile(path) as file:
-        file.write(data)
-        return file.finish()
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names of a folder's files on the disk. Raises CheckpointError."""
-    with naming(folder, "written"):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-
 def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[WrittenChunk], FileMark]:
     """One rank's file, on the disk when this returns. Tensors must lie on the CPU. Raises CheckpointError."""
     written: list[WrittenChunk] = []
@@ -141,10 +77,8 @@ def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[WrittenChunk
         return written, file.finish()
 
 
-def write_metadata(
-    folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], written: Sequence[WrittenChunk]
-) -> FileMark:
-    """What makes a folder of the ranks' files a checkpoint. tensors: name -> (shape, dtype) of each, whole. written: by
+def write_metadata(folder: Path, tensors: WholeTensors, written: Sequence[WrittenChunk]) -> FileMark:
+    """What makes a folder of the ranks' files a checkpoint. written: by
     all ranks. Raises CheckpointError if the rectangles are not the tensors.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
@@ -234,3 +168,25 @@ def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
+
+
+def tensor_differences(saved: Mapping[str, tuple[int, ...]], wanted: WholeTensors, first_kind: str) -> list[str]:
+    """Saved tensors that a model lacks, and the other way round, and those of another shape; what is true of a weight
+    and its moments alike is said once. saved: name -> shape.
+    """
+    reasons = {name: "is not in the checkpoint" for name in wanted if name not in saved}
+    reasons |= {name: "is not in the model" for name in saved if name not in wanted}
+    reasons |= {
+        name: f"is {list(saved[name])} in the checkpoint, {list(shape)} in the model"
+        for name, (shape, _) in wanted.items()
+        if name in saved and saved[name] != shape
+    }
+    differences: list[str] = []
+    for name, reason in reasons.items():
+        kind, _, weight = name.partition("/")
+        if weight and reasons.get(f"{first_kind}/{weight}") == reason:
+            if kind == first_kind:
+                differences.append(f"{weight} {reason}")
+        else:
+            differences.append(f"{name} {reason}")
+    return differences

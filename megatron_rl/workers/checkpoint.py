@@ -30,19 +30,16 @@ from megatron_rl.weights.dcp import (
     METADATA,
     Chunk,
     SavedTensors,
+    WholeTensors,
     WrittenChunk,
-    mark_of,
-    naming,
-    sync_folder,
+    tensor_differences,
     write_chunks,
-    write_file,
     write_metadata,
 )
+from megatron_rl.weights.marked_files import file_faults, naming, sync_folder, write_file
 from megatron_rl.workers.records import Role
 
 RANKS = "ranks"
-WholeTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""name -> (shape, dtype)"""
 Marks = dict[str, FileMark]
 """file, relative to the checkpoint's folder -> its mark"""
 
@@ -177,23 +174,6 @@ def layout_of(parallel: ParallelConfig, world: int) -> dict[str, int]:
     return {"ranks": world, **sizes, "etp": parallel.expert_tp}
 
 
-def file_faults(folder: Path, marks: Mapping[str, FileMark], share: tuple[int, int]) -> list[str]:
-    """What is wrong with some files of a checkpoint. share: (index, count) of the parts that they are dealt to."""
-    faults: list[str] = []
-    for name in sorted(marks)[share[0] :: share[1]]:
-        path, wanted = folder / name, marks[name]
-        try:
-            mark = mark_of(path)
-        except OSError as error:
-            faults.append(f"{path}: cannot be read: {error.strerror}")
-            continue
-        if mark.size != wanted.size:
-            faults.append(f"{path}: has {mark.size} bytes, and {wanted.size} were written")
-        elif mark != wanted:
-            faults.append(f"{path}: its bytes are not those that were written (checksum)")
-    return faults
-
-
 def open_saved(folder: Path, models: Mapping[Role, WholeTensors]) -> dict[Role, SavedTensors]:
     """The saved tensors of each model, by role. Raises CheckpointError on all ranks if they are not the model's, naming
     each that is missing, surplus or misshaped. A collective.
@@ -206,32 +186,10 @@ def open_saved(folder: Path, models: Mapping[Role, WholeTensors]) -> dict[Role, 
         except CheckpointError as error:
             faults.append(str(error))
             continue
-        if differences := tensor_differences(saved[role].shapes, tensors):
+        if differences := tensor_differences(saved[role].shapes, tensors, WEIGHTS):
             faults.append(f"{folder / role} is of another model than this {role}: {first_of(differences, 20, '; ')}")
     refuse(faults)
     return saved
-
-
-def tensor_differences(saved: Mapping[str, tuple[int, ...]], wanted: WholeTensors) -> list[str]:
-    """Saved tensors that a model lacks, and the other way round, and those of another shape; what is true of a weight
-    and its moments alike is said once. saved: name -> shape.
-    """
-    reasons = {name: "is not in the checkpoint" for name in wanted if name not in saved}
-    reasons |= {name: "is not in the model" for name in saved if name not in wanted}
-    reasons |= {
-        name: f"is {list(saved[name])} in the checkpoint, {list(shape)} in the model"
-        for name, (shape, _) in wanted.items()
-        if name in saved and saved[name] != shape
-    }
-    differences: list[str] = []
-    for name, reason in reasons.items():
-        kind, _, weight = name.partition("/")
-        if weight and reasons.get(f"{WEIGHTS}/{weight}") == reason:
-            if kind == WEIGHTS:
-                differences.append(f"{weight} {reason}")
-        else:
-            differences.append(f"{name} {reason}")
-    return differences
 
 
 def read_state(state: SavedState, saved: SavedTensors) -> None:

@@ -142,9 +142,12 @@ def _save_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any], dt
     run.train(0)
     run.save(Path(out) / "saved")
     numbers, weights = _random_numbers(), run.export()
+    chunks = run.saved.snapshot()
+    copies = [chunk.tensor.clone() for chunk in chunks]
     steps = run.train(STEPS)
+    kept = all(torch.equal(chunk.tensor, copy) for chunk, copy in zip(chunks, copies, strict=True))
     run.save(Path(out) / "end")
-    return {"steps": steps, "weights": weights, "numbers": numbers}
+    return {"steps": steps, "weights": weights, "numbers": numbers, "kept": kept}
 
 
 def _load_on_rank(
@@ -215,6 +218,7 @@ def test_r2_going_on_from_a_checkpoint_is_going_on(saves: Saves, layout: str, dt
     loaded = _loaded(saved, layout, dtype, tmp_path)
     for before, after in zip(saved.ranks, loaded, strict=True):
         assert after["notes"] == []
+        assert before["kept"], "training goes on while a snapshot is written"
         assert before["numbers"] == after["numbers"]
         assert str(before["steps"]) == str(after["steps"])
         assert not differing(before["weights"], after["weights"])
