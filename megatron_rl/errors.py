@@ -57,6 +57,26 @@ class ClusterError(MegatronRLError, RuntimeError):
     """Processes or resources that cannot be had, or a worker that died or did not answer in time."""
 
 
+class RankDied(ClusterError):
+    """A rank's process ended in the middle of the run: a crash, a signal, or memory that ran out on its node."""
+
+
+class RankHung(ClusterError):
+    """Ranks that do not go on: a collective that one of them never reaches, a stopped process, a dead disk."""
+
+
+class NodeLost(ClusterError):
+    """A node of the cluster that does not answer any more, with all its ranks."""
+
+
+class DeviceError(ClusterError):
+    """A GPU that failed under a rank: the process cannot use it any more, a new one may."""
+
+
+class OutOfMemory(ClusterError, MemoryError):
+    """Memory of a GPU or of a process that did not suffice; the message says which settings need less."""
+
+
 class FlowError(MegatronRLError, ValueError):
     """A flow whose nodes do not fit together."""
 

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from megatron_rl.errors import RankDied
 from megatron_rl.types import Handle
 
 if TYPE_CHECKING:
@@ -38,10 +39,16 @@ class InStore(Generic[T]):
     ref: ObjectRef[T]
 
     def fetch(self) -> T:
-        """See Handle."""
+        """See Handle. Raises RankDied if the rank that handed it over has died, or its node."""
         import ray
+        from ray.exceptions import RayError
 
-        return ray.get(self.ref)
+        try:
+            return ray.get(self.ref)
+        except RayError as error:
+            # Nothing else fails here: what was put is a value and no task.
+            reason = " ".join(str(error).split())
+            raise RankDied(f"a value that a rank handed over is gone with the rank or its node: {reason}") from error
 
 
 def hand_over(value: T) -> Handle[T]:

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +16,10 @@ from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.backend import Answer, close_worker, timed_call
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import accept_read_only_tensors, held_port
+from megatron_rl.cluster.rank_errors import named_error
+from megatron_rl.cluster.watch import Watch, Watchdog
+from megatron_rl.cluster.watch_probe import oom_file, oom_kills
 from megatron_rl.errors import ClusterError
-
-STACK_FRAMES = 12
-"""Innermost frames of a late rank that the controller's error shows."""
-
-Watch = tuple[str, float]
-"""(key, seconds): where a call that takes longer than the seconds leaves its stack."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,12 @@ class RankLocation:
     """Index of the actor's GPU among those this process sees; -1 on CPU."""
     port: int
     """A TCP port of the node that the rank keeps for torch's store until its worker is built."""
+    host: str
+    """The node's name."""
+    log: str
+    """The file that the process's standard error goes to; "" if it is none."""
+    oom_file: str
+    """See watch_probe.oom_file."""
 
 
 class RankHost:
@@ -48,6 +47,8 @@ class RankHost:
     def __init__(self) -> None:
         self._worker: Any = None
         self._held = held_port()
+        self._watchdog: Watchdog | None = None
+        self._rank = -1
 
     def place(self) -> RankLocation:
         import ray
@@ -61,7 +62,16 @@ class RankHost:
         if gpus:
             index = visible.split(",").index(str(gpus[0])) if visible else int(gpus[0])
         port = self._held.getsockname()[1]
-        return RankLocation(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), index, port)
+        return RankLocation(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            index,
+            port,
+            host=os.uname().nodename,
+            log=_own_log(),
+            oom_file=oom_file(),
+        )
 
     def prepare(self, environment: Mapping[str, str], folder: str) -> None:
         """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same."""
@@ -76,35 +86,33 @@ class RankHost:
             )
         os.chdir(folder)
 
-    def start(self, watch: Watch, worker_cls: type, rank: int, world: int, args: Sequence[Any]) -> None:
-        with _watched(watch):
-            self._worker = worker_cls(rank, world, *args)
+    def start(self, watch: Watch, key: str, worker_cls: type, rank: int, world: int, args: Sequence[Any]) -> None:
+        """Build the worker. key: where Signs are kept for the controller."""
+        self._rank, file = rank, oom_file()
+        self._watchdog = Watchdog(lambda text: ray_runtime.keep(key, text), lambda: oom_kills(file))
+        with self._watchdog.watching(watch, "__init__"):
+            try:
+                self._worker = worker_cls(rank, world, *args)
+            except BaseException as error:
+                raise named_error(error, rank, "__init__") from error
         self._held.close()
 
     def call(self, watch: Watch, method: str, call: Call, keep: bool) -> Answer:
-        with _watched(watch):
-            return timed_call(self._worker, method, call, keep)
+        assert self._watchdog is not None, "a call before the start"
+        with self._watchdog.watching(watch, method):
+            try:
+                return timed_call(self._worker, method, call, keep)
+            except BaseException as error:
+                raise named_error(error, self._rank, method) from error
 
     def close(self) -> None:
         worker, self._worker = self._worker, None
         close_worker(worker)
 
 
-@contextmanager
-def _watched(watch: Watch) -> Iterator[None]:
-    """Keep this thread's stack once watch.after_s have passed; from a thread of its own, since this one may hang."""
-    key, after_s = watch
-    timer = threading.Timer(after_s, _keep_stack, (key, threading.get_ident()))
-    timer.daemon = True
-    timer.start()
+def _own_log() -> str:
     try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _keep_stack(key: str, thread: int) -> None:
-    frame = sys._current_frames().get(thread)
-    if frame is not None:
-        frames = traceback.extract_stack(frame)[-STACK_FRAMES:]
-        ray_runtime.store_stack(key, "".join(traceback.format_list(frames)))
+        file = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return file if file.startswith("/") and os.path.isfile(file) else ""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -26,7 +28,8 @@ from megatron_rl.cluster.backend import Answer
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import differences, network_environment, rank_environment, worker_environment
 from megatron_rl.cluster.node_facts import NodeFacts, ask_nodes_of_themselves
-from megatron_rl.cluster.rank_host import RankHost, RankLocation, Watch
+from megatron_rl.cluster.rank_host import RankHost, RankLocation
+from megatron_rl.cluster.ray_faults import RankWatch
 from megatron_rl.cluster.ray_wait import Outcome, unwrapped, wait_for_ranks
 from megatron_rl.cluster.resources import (
     Device,
@@ -36,13 +39,17 @@ from megatron_rl.cluster.resources import (
     plan_placement,
     require_room,
 )
+from megatron_rl.cluster.watch import Watch
+from megatron_rl.cluster.watch_report import Home
 from megatron_rl.config.sections.cluster import ClusterConfig
-from megatron_rl.errors import ClusterError
+from megatron_rl.errors import ClusterError, NodeLost, RankHung
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """How long workers may take to close, and their processes to be gone."""
+KILL_S = 3.0
+"""How long Ray may take to end processes; then they are killed here."""
 
 
 class RayBackend:
@@ -61,13 +68,15 @@ class RayBackend:
         names: what each rank is, for the table of ranks.
         """
         self._name = worker_cls.__name__
-        self._id = uuid.uuid4().hex[:12]
+        self._watch = RankWatch(uuid.uuid4().hex[:12], cluster.hang_timeout_s)
         self._cluster = cluster
         self._actors: list[Any] = []
         self._places: list[RankLocation] = []
         self._names = names
         self._facts: dict[str, NodeFacts] = {}
         """Node id -> what the node says of itself; empty if the run has a Ray of its own, on this node alone."""
+        self._local: list[psutil.Process] = []
+        """The ranks' processes on this node."""
         self._group: PlacementGroup | None = None
         self._closing = False
         self._broken: str | None = None
@@ -98,14 +107,19 @@ class RayBackend:
         if self._broken is not None:
             raise ClusterError(f"{self._name}.{method}: the workers cannot be called any more: {self._broken}")
         self._settle(timeout_s)
-        shipped = _ship(calls)
+        try:
+            shipped = _ship(calls)
+        except RayError as error:
+            lost = f"{self._name}.{method}: Ray's object store on the controller's node fails: {error}"
+            raise NodeLost(lost) from error
+
+        watch = self._next_watch(self._cluster.hang_timeout_s, timeout_s)
 
         def submit(rank: int) -> Any:
-            watch = self._watch(rank, timeout_s)
             return self._actors[rank].call.remote(watch, method, shipped[rank], keep[rank])
 
         ranks = [rank for rank, call in enumerate(calls) if call is not None]
-        answers = self._on_ranks(ranks, submit, method, timeout_s, "cluster.step_timeout_s")
+        answers = self._on_ranks(ranks, submit, method, timeout_s, "cluster.step_timeout_s", watch.quiet_s)
         self._last_call = method
         return [answers.get(rank) for rank in range(self.world)]
 
@@ -114,21 +128,12 @@ class RayBackend:
         if self._closing:
             return
         self._closing = True
-        error: BaseException | None = None
-        try:
+        with ExitStack() as stack:
+            stack.callback(ray_runtime.release)
+            stack.callback(self._watch.forget)
+            stack.callback(self._end_processes)
             if graceful and self._broken is None and not self._unanswered:
-                error = self._close_workers()
-        finally:
-            try:
-                for actor in self._actors:
-                    ray.kill(actor)
-                if self._group is not None:
-                    remove_placement_group(self._group)
-                self._wait_until_gone()
-            finally:
-                ray_runtime.release()
-        if error is not None:
-            raise error
+                self._close_workers()
 
     def _start(self, worker_cls: type, worker_args: Sequence[Any], device: Device) -> None:
         deadline = time.monotonic() + self._cluster.start_timeout_s
@@ -162,16 +167,22 @@ class RayBackend:
         order = sorted(range(self.world), key=lambda rank: (rank // per_node, places[rank].gpu_index))
         self._actors = [self._actors[rank] for rank in order]
         self._places = [places[rank] for rank in order]
+        self._watch.places = self._places
+        here = ray_runtime.own_node()
+        for place in self._places:
+            with suppress(psutil.NoSuchProcess):
+                self._local += [psutil.Process(place.pid)] if place.node_id == here else []
         if self._facts:
             logger.info("ranks of %s\n%s", self._name, self._table())
         own = self._rank_environments(device)
         folder = os.getcwd()
         on_all("prepare", lambda rank: self._actors[rank].prepare.remote(own[rank], folder))
         args = ray.put(tuple(worker_args))
-        left_s = max(1.0, deadline - time.monotonic())
+        # Building models and engines has few beats, and a deadline of its own.
+        watch, key = self._next_watch(math.inf, max(1.0, deadline - time.monotonic())), self._watch.key
         on_all(
             "__init__",
-            lambda rank: self._actors[rank].start.remote(self._watch(rank, left_s), worker_cls, rank, self.world, args),
+            lambda rank: self._actors[rank].start.remote(watch, key(rank), worker_cls, rank, self.world, args),
         )
 
     def _reserve(self, placement: RankPlacement, deadline: float) -> PlacementGroup:
@@ -217,26 +228,29 @@ class RayBackend:
         method: str,
         timeout_s: float,
         timeout_key: str,
+        quiet_s: float = math.inf,
     ) -> dict[int, Any]:
         """Submit to each rank and wait. A failure that leaves the ranks out of step ends the group."""
-        self._num_calls += 1
         where = f"{self._name}.{method}"
         # All ranks or none: one that is not called would leave the others waiting for it.
         with stop.held():
             refs = {submit(rank): rank for rank in ranks}
             self._unanswered = refs
-        outcome = wait_for_ranks(refs, timeout_s, lambda: self._closing)
+        lookout = self._watch.lookout(self._num_calls, quiet_s)
+        outcome = wait_for_ranks(refs, timeout_s, lambda: self._closing, lookout.hangs)
         self._unanswered = {}
         if outcome.dead or outcome.late:
             self._broken = f"{where} left ranks {sorted([*outcome.dead, *outcome.late])} without an answer"
         if self._closing and (outcome.late or outcome.dead):
             raise ClusterError(f"{where}: the group was closed during the call")
         if outcome.dead:
-            raise ClusterError(_death_text(where, outcome))
+            raise self._watch.death(where, self._num_calls, outcome)
         if outcome.errors:
-            raise _first_error(where, outcome)
+            raise _first_error(where, outcome, self._watch.home)
+        if outcome.hung:
+            raise self._watch.hang(where, outcome, lookout, self._last_call or "none")
         if outcome.late:
-            raise ClusterError(self._late_text(where, outcome, timeout_s, timeout_key))
+            raise RankHung(self._late_text(where, outcome, timeout_s, timeout_key))
         return outcome.answers
 
     def _settle(self, timeout_s: float) -> None:
@@ -256,38 +270,43 @@ class RayBackend:
             f"(answered: {sorted(outcome.answers) or 'none'}; last call that ended: "
             f"{self._last_call or 'none'}) -- raise {timeout_key} if the work takes that long"
         ]
-        for rank in outcome.late:
-            stack = ray_runtime.read_stack(self._stack_key(rank))
-            lines.append(f"rank {rank} was at:\n{stack.rstrip()}" if stack else f"rank {rank} left no stack")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._watch.late_lines(self._num_calls, outcome.late)])
 
-    def _stack_key(self, rank: int) -> str:
-        return f"megatron_rl/{self._id}/{self._num_calls}/{rank}"
+    def _next_watch(self, quiet_s: float, timeout_s: float) -> Watch:
+        """Of the next call."""
+        self._num_calls += 1
+        # Shortly before the deadline, so that the stacks are there when the controller gives up.
+        return Watch(self._num_calls, quiet_s, max(timeout_s - 5.0, timeout_s / 2))
 
-    def _watch(self, rank: int, timeout_s: float) -> Watch:
-        # Shortly before the deadline, so that the stack is there when the controller gives up.
-        return self._stack_key(rank), max(timeout_s - 5.0, timeout_s / 2)
-
-    def _close_workers(self) -> BaseException | None:
-        """Let each worker close; one that misses the deadline is killed. Returns the first error."""
+    def _close_workers(self) -> None:
+        """Let each worker close; one that misses the deadline is killed. Raises the first error."""
         refs = {actor.close.remote(): rank for rank, actor in enumerate(self._actors)}
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=CLOSE_S)
         for ref in done:
             try:
                 ray.get(ref)
             except RayTaskError as error:
-                return unwrapped(error, f"on rank {refs[ref]} in {self._name}.close")
-        return None
+                raise unwrapped(error, f"on rank {refs[ref]} in {self._name}.close") from None
 
-    def _wait_until_gone(self) -> None:
-        """ray.kill returns before the process has ended; wait for those of this node."""
-        here = ray.get_runtime_context().get_node_id()
-        pids = [place.pid for place in self._places if place.node_id == here]
-        deadline = time.monotonic() + CLOSE_S
-        while any(psutil.pid_exists(pid) for pid in pids):
-            if time.monotonic() > deadline:
-                raise ClusterError(f"worker processes {pids} do not end -- look at them with ps, then kill them")
-            time.sleep(0.02)
+    def _end_processes(self) -> None:
+        """Kill the ranks and wait for those of this node: ray.kill returns before a process has ended, and has no
+        effect if the node's raylet is gone. Never raises: it must not take an error's place, nor end a good run.
+        """
+        # A node or a head that is gone has nothing left to end.
+        for actor in self._actors:
+            with suppress(RayError):
+                ray.kill(actor)
+        if self._group is not None:
+            with suppress(RayError):
+                remove_placement_group(self._group)
+        _, alive = psutil.wait_procs(self._local, timeout=KILL_S)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, alive = psutil.wait_procs(alive, timeout=CLOSE_S)
+        if alive:
+            pids = [process.pid for process in alive]
+            logger.warning("worker processes %s do not end: a system call holds them, such as one of a driver", pids)
 
 
 def _nodes_of_bundles(group: PlacementGroup, count: int) -> list[str]:
@@ -319,17 +338,10 @@ def _ship(calls: Sequence[Call | None]) -> list[Any]:
     return [stored.get(id(call), call) for call in calls]
 
 
-def _death_text(where: str, outcome: Outcome) -> str:
-    lines = [f"{where}: rank {rank} died: {reason}" for rank, reason in sorted(outcome.dead.items())]
-    lines.append("-- its last lines are in the log above; a process killed for memory leaves none")
-    lines += [f"rank {rank} failed: {type(error).__name__}: {error}" for rank, error in outcome.errors]
-    return "\n".join(lines)
-
-
-def _first_error(where: str, outcome: Outcome) -> BaseException:
+def _first_error(where: str, outcome: Outcome, home: Callable[[int], Home]) -> BaseException:
     """The first error to arrive, as itself; notes say its rank, its traceback there, and what other ranks did."""
     rank, task_error = outcome.errors[0]
-    error = unwrapped(task_error, f"on rank {rank} in {where}")
+    error = unwrapped(task_error, f"on rank {rank} in {where} ({home(rank)})")
     for other, further in outcome.errors[1:]:
         cause = unwrapped(further, "")
         error.add_note(f"rank {other} failed as well: {type(cause).__name__}: {cause}")

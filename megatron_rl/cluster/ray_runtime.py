@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.cluster import janitor, readiness, stop
 from megatron_rl.cluster.addresses import ray_address
@@ -21,6 +23,8 @@ from megatron_rl.errors import ClusterError
 
 ANSWER_S = 20.0
 """Longest wait for an answer at cluster.ray_address."""
+STORE_S = 10.0
+"""Longest wait for the cluster's key-value store."""
 
 logger = logging.getLogger(__name__)
 
@@ -111,19 +115,65 @@ def node_resources() -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def store_stack(key: str, stack: str) -> None:
-    """Keep a rank's stack in the cluster's key-value store, where the controller on any node finds it."""
-    from ray.experimental.internal_kv import _internal_kv_put
+def live_nodes() -> dict[str, tuple[str, int]] | None:
+    """Id of each live node -> address and port of its raylet; None if Ray's head does not say."""
+    from ray.exceptions import RayError
 
-    _internal_kv_put(key, stack.encode(), overwrite=True)
+    try:
+        # Not ray.nodes(): without a head it waits until the library ends the process.
+        nodes = _store().get_all_node_info(timeout=STORE_S).items()
+    except (RayError, OSError):
+        return None
+    return {node.hex(): (one.node_manager_address, one.node_manager_port) for node, one in nodes if one.state == 0}
 
 
-def read_stack(key: str) -> str | None:
-    """What `store_stack` kept under the key, or None."""
-    from ray.experimental.internal_kv import _internal_kv_get
+def own_node() -> str:
+    """Id of the node of this process."""
+    import ray
 
-    stack = _internal_kv_get(key)
-    return None if stack is None else stack.decode()
+    return ray.get_runtime_context().get_node_id()
+
+
+def _store() -> Any:
+    """The cluster's key-value store. RaySystemError in a process that has left its Ray."""
+    from ray.exceptions import RaySystemError
+    from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+    client = internal_kv_get_gcs_client()
+    if client is None:
+        raise RaySystemError("this process has left its Ray")
+    return client
+
+
+def keep(key: str, text: str) -> None:
+    """Keep a text in the cluster's key-value store, where the controller on any node finds it.
+
+    Nothing is kept while the store does not answer: Ray ends a process that has lost its head for too long.
+    """
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError, OSError):
+        _store().internal_kv_put(key.encode(), text.encode(), True, None, timeout=STORE_S)
+
+
+def kept(keys: Sequence[str]) -> dict[str, str]:
+    """What `keep` has kept under the keys; nothing while the store does not answer."""
+    from ray.exceptions import RayError
+
+    names = [key.encode() for key in keys]
+    try:
+        found = _store().internal_kv_multi_get(names, None, timeout=STORE_S)
+    except (RayError, OSError):
+        return {}
+    return {key.decode(): text.decode() for key, text in found.items()}
+
+
+def forget(prefix: str) -> None:
+    """Remove what is kept under keys that begin so."""
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError, OSError):
+        _store().internal_kv_del(prefix.encode(), True, None, timeout=STORE_S)
 
 
 def _require_answer(address: str) -> None:

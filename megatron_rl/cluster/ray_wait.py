@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,23 @@ class Outcome:
     """rank -> Ray's account of its end."""
     late: list[int] = field(default_factory=list)
     """Ranks without an answer when the wait ended, in order."""
+    hung: bool = False
+    """The wait ended since `hangs` said so of all of `late`."""
 
 
-def wait_for_ranks(refs: Mapping[ray.ObjectRef, int], timeout_s: float, called_off: Callable[[], bool]) -> Outcome:
-    """Wait until every rank answered, timeout_s passed, GRACE_S passed after a failure, or the wait is called off.
+def never(pending: Sequence[int]) -> bool:
+    """No rank hangs."""
+    return False
+
+
+def wait_for_ranks(
+    refs: Mapping[ray.ObjectRef, int],
+    timeout_s: float,
+    called_off: Callable[[], bool],
+    hangs: Callable[[Sequence[int]], bool] = never,
+) -> Outcome:
+    """Wait until every rank answered, timeout_s passed, GRACE_S passed after a failure, the wait is called off, or the
+    ranks that are waited for hang.
 
     Each question to Ray goes over all pending ranks, so there are few: after a first answer, the others have a short
     while to arrive as well, twice as long after each look (up to POLL_S).
@@ -56,6 +69,9 @@ def wait_for_ranks(refs: Mapping[ray.ObjectRef, int], timeout_s: float, called_o
         _take(done, outcome)
         if done and (outcome.errors or outcome.dead):
             end = min(end, time.monotonic() + GRACE_S)
+        if pending and hangs(sorted(pending.values())):
+            outcome.hung = True
+            break
     outcome.late = sorted(pending.values())
     return outcome
 

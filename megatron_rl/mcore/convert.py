@@ -15,6 +15,7 @@ from megatron_rl.mcore.build import Model
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.observe.beat import beat
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import expert_group, pp_group, tp_group
 from megatron_rl.parallel.topology import is_last_chunk
@@ -102,6 +103,7 @@ def load_hf(model: Model, source: WeightSource) -> None:
         params = chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
         held = _checked_parameters(model, chunk, params)
         for param in params:
+            beat(f"load of {param.name}")
             target, at = held[param.name], 0
             for block in param.blocks:
                 rows = target[at : at + block.num_rows].copy_(source.read(block))
@@ -155,6 +157,7 @@ def export_hf(
                 names = _names(shards)
                 # The last stage of a tied model holds a copy of the embedding, which was exported with the first stage.
                 if not done.issuperset(names):
+                    beat(f"export of {next(iter(names))}")
                     tensors = _gathered(shards, held, shapes, dtype, of) if held is not None else {}
                     empty = torch.empty(0, dtype=dtype or model.config.params_dtype, device=model.device)
                     yield from _from_stage(stage, list(names), tensors, shapes, empty)

@@ -17,6 +17,7 @@ from megatron_rl.mcore.finite import bad_gradients, bad_losses
 from megatron_rl.mcore.heads import Reader
 from megatron_rl.mcore.objectives import HiddenLoss
 from megatron_rl.mcore.packing import MicroBatch, pack
+from megatron_rl.observe.beat import beat
 from megatron_rl.parallel.collectives import any_rank, reduce_metrics
 from megatron_rl.parallel.groups import cp_group, dp_cp_group
 from megatron_rl.types import Metric, StepReport, TrainBatch
@@ -78,9 +79,14 @@ def _run(
 ) -> list[T]:
     """Drive all micro-batches through the schedule; returns what loss_of made of each (last stage only)."""
 
+    begun = 0
+
     def step(
         iterator: Iterator[MicroBatch], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss[T]]]:
+        nonlocal begun
+        begun += 1
+        beat(f"micro-batch {begun} of {len(micros) * len(model.chunks)}")
         micro = next(iterator)
         return _forward(chunk, micro), lambda hidden: loss_of(micro, hidden)
 
@@ -175,6 +181,7 @@ def optimizer_step(
 
     micros = pack_all(model, batches)
     outcomes = _run(model, micros, loss_of, forward_only=False)
+    beat("the last micro-batch")
     report = StepReport(loss=float("nan"), grad_norm=_gradient_norm(trainable.optimizer), lr=0.0)
     if outcomes:
         total = reduce_metrics(_add(outcomes), dp_cp_group())
@@ -188,6 +195,7 @@ def optimizer_step(
         )
         report = replace(report, updated=False, bad=tuple(bad))
     else:
+        beat("the gradient's norm")
         trainable.scheduler.step(increment=1)
         _apply_gradient(trainable.optimizer, report.grad_norm)
     report = replace(report, lr=trainable.optimizer.param_groups[0]["lr"])

@@ -34,6 +34,7 @@ NOISE = (
 """First words of the warnings that quiet_libraries drops."""
 
 _step: int | None = None
+_last_line = ""
 
 
 def setup_logging(role: str, rank: int = 0, level: int = logging.INFO) -> None:
@@ -64,6 +65,11 @@ def set_step(step: int | None) -> None:
     _step = step
 
 
+def last_line() -> str:
+    """The newest log line of this process; "" before the first."""
+    return _last_line
+
+
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """Reads sys.stderr anew for each record, because a progress bar replaces it to print lines above itself."""
 
@@ -83,4 +89,6 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.where = f"[{self._who} {'-' if _step is None else _step}]"
         record.source = record.name.removeprefix("megatron_rl.")
-        return super().format(record)
+        global _last_line
+        _last_line = super().format(record)
+        return _last_line

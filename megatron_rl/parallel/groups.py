@@ -12,6 +12,9 @@ from megatron.core import parallel_state
 
 from megatron_rl.parallel.topology import Topology
 
+AFTER_DEADLINE_S = 60.0
+"""How much longer a collective waits than the call that it is part of."""
+
 
 def init_process_group(rank: int, world: int, device: str, timeout_s: float = 600.0) -> None:
     """Join the default process group (nccl on cuda, gloo on cpu); MASTER_ADDR and MASTER_PORT say where."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import P2PError
+from megatron_rl.observe.beat import beat
 
 _POLL_S = 0.0005
 _EAGER_S = 0.005
@@ -71,6 +72,7 @@ class P2PGroup:
         """Start all messages at once; their tensors are in use until `Pending.wait`. Messages between two ranks arrive
         in the order they are posted, so both sides list theirs in one order.
         """
+        beat(phase)
         ops = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer) for peer, tensor in receives]
         ops += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for peer, tensor in sends]
         what = f"messages to ranks {[peer for peer, _ in sends]} and from ranks {[peer for peer, _ in receives]}"
@@ -87,6 +89,7 @@ class P2PGroup:
         key: what must be the same on all ranks; only its fingerprint travels. One small all-gather, and a second one
         only if a rank has a fault.
         """
+        beat(phase)
         fingerprint = hashlib.sha256(key.encode()).digest()
         if self.world == 1:
             return [RankStatus(fingerprint, flag, fault)]

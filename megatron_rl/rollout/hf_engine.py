@@ -11,6 +11,7 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import Family
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.observe.beat import beat
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests
 from megatron_rl.types import Samples
 from megatron_rl.weights.dtypes import DTYPES
@@ -83,7 +84,8 @@ class HfEngine:
         done = torch.zeros(len(seeds), dtype=torch.bool, device=device)
         tokens, logprobs, live = [], [], []
         cache = None
-        for _ in range(sampling.max_tokens):
+        for number in range(sampling.max_tokens):
+            beat(f"token {number + 1} of {len(seeds)} samples")
             out = self._model(ids, past_key_values=cache, use_cache=True)
             ids, cache = self._pick(out.logits[:, -1].float(), sampling, generators), out.past_key_values
             scaled = out.logits[:, -1].float() / (sampling.temperature or 1.0)

@@ -22,6 +22,7 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.models.rules import hf_shapes
+from megatron_rl.observe.beat import beat
 from megatron_rl.rollout.engine import (
     EnginePart,
     EngineSettings,
@@ -136,11 +137,23 @@ class VllmEngine:
             arguments = self._arguments(ranks) | {"load_format": vllm_loader.LOAD_FORMAT}
             self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
         set_num_threads(threads)
+        self._beat_each_step()
         self._part = self._find_part()
         self._shared = frozenset(shared)
         if self._on_cpu:
             # Packed experts cannot be read back; on CPU there is memory for both forms.
             self._loaded.make_plain()
+
+    def _beat_each_step(self) -> None:
+        """A long generation is no hang: each step of vLLM's engine says that it goes on."""
+        engine = self._llm.llm_engine
+        step = engine.step
+
+        def step_and_beat() -> Any:
+            beat("a step of the engine")
+            return step()
+
+        engine.step = step_and_beat
 
     @contextlib.contextmanager
     def _groups(self) -> Iterator[tuple[int, ...]]:

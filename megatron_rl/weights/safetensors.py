@@ -18,6 +18,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
+from megatron_rl.observe.beat import beat
 from megatron_rl.weights.companions import copy_companions, open_to_umask, set_chat_template
 from megatron_rl.weights.end_token import name_end_token
 from megatron_rl.weights.headers import derived_fault, dtype_fault, is_derived
@@ -281,12 +282,14 @@ def _write_shards(
 
     def flush() -> None:
         nonlocal pending, pending_bytes
+        beat(f"write of shard {len(shards) + 1}")
         save_file(pending, str(folder / f"shard-{len(shards):05d}"), metadata={"format": "pt"})
         shard_of.update(dict.fromkeys(pending, len(shards)))
         shards.append({})
         pending, pending_bytes = {}, 0
 
     for name, tensor in tensors:
+        beat(f"write of {name}")
         size = tensor.numel() * tensor.element_size()
         if pending and pending_bytes + size > max_bytes:
             flush()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from megatron_rl.cluster.handles import hand_over
 from megatron_rl.errors import RolloutError
+from megatron_rl.observe.beat import unwatched
 from megatron_rl.reshard.publisher import WeightPublisher
 from megatron_rl.rollout.engine import Request, RolloutEngine, Sampling
 from megatron_rl.types import EngineAnswer, Samples, SyncReport, Texts
@@ -68,9 +70,15 @@ class EngineWorker:
         if not self._memory.engine_awake:
             self.wake()
         self._memory.enter("generate")
-        samples = self._engine.generate(requests, sampling)
+        with self._watched():
+            samples = self._engine.generate(requests, sampling)
         texts = Texts.of(self._decode(samples, sampling.stop_token_ids))
         return EngineAnswer.of(samples, hand_over(samples), hand_over(texts))
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Our own engines say at each step that they go on; someone else's need not."""
+        is_ours = type(self._engine).__module__.startswith("megatron_rl.")
+        return nullcontext() if is_ours else unwatched(f"generate of {type(self._engine).__name__}")
 
     def publish(self, version: int, expect_change: bool) -> SyncReport:
         """The trained weights into every engine, under `version`; what this rank did.

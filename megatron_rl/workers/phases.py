@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from megatron_rl.observe.beat import beat
 from megatron_rl.types import OffloadReport
 
 Where = Literal["device", "host", "stays"]
@@ -101,6 +102,7 @@ class RankMemory:
         """Bring all memory where PHASES says. role: whose phase it is; one that is not trained has nothing to move.
         Entering a phase twice moves nothing the second time.
         """
+        beat(f"memory for {phase}")
         row = PHASES[phase]
         if row.engine == "asleep" and self._engine is not None:
             self._engine.sleep()

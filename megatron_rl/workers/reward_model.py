@@ -15,6 +15,7 @@ from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.config.sections.reward import RewardModelConfig
 from megatron_rl.errors import CheckpointError, RewardError
+from megatron_rl.observe.beat import beat
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample, checked
 from megatron_rl.weights.dtypes import DTYPES
@@ -90,6 +91,7 @@ class RewardModelWorker:
         rows.sort(key=lambda row: len(row[1]))
         for at in range(0, len(rows), self._cfg.batch_size):
             part = rows[at : at + self._cfg.batch_size]
+            beat(f"row {at} of {len(rows)}")
             values = self._forward([ids for _, ids, _ in part])
             for (number, _, cut), value in zip(part, values, strict=True):
                 extra = {"model_truncated": float(cut)} if self._cfg.overlong == "truncate" else {}

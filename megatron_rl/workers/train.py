@@ -56,7 +56,8 @@ class TrainWorker:
         from megatron_rl.workers.model import build_frozen, build_trained
 
         layout = plan.roles["actor"].parallel
-        groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s)
+        # Later than the controller's deadline, which names the ranks that others wait for.
+        groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s + groups.AFTER_DEADLINE_S)
         groups.init_model_parallel(topology_of(layout, world), layout.vpp)
         device = torch.device("cpu")
         if plan.device == "cuda":

@@ -27,7 +27,7 @@ from megatron_rl.cluster.handles import hand_over
 from megatron_rl.cluster.ray_backend import RayBackend
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.sections.cluster import ClusterConfig
-from megatron_rl.errors import ClusterError, DataError
+from megatron_rl.errors import ClusterError, DataError, RankDied, RankHung
 from megatron_rl.types import Handle
 
 ROOT = Path(__file__).parents[2]
@@ -279,13 +279,13 @@ def test_a_late_rank_is_named_with_where_it_is_and_the_group_is_done():
     with short_lived(step_timeout_s=3.0) as group:
         group.all(Worker.who)
         start = time.monotonic()
-        with pytest.raises(ClusterError) as caught:
+        with pytest.raises(RankHung) as caught:
             group.all(Worker.nap, [0.0, 60.0])
         assert 3.0 <= time.monotonic() - start < 8.0, "the deadline's real time"
         text = str(caught.value)
         assert "Worker.nap: rank(s) [1] of 2 did not answer within 3 s" in text
         assert "(answered: [0]; last call that ended: who) -- raise cluster.step_timeout_s" in text
-        assert "rank 1 was at:" in text and "time.sleep(seconds[self.rank])" in text
+        assert "rank 1 (" in text and "since 'begin of nap'" in text and "time.sleep(seconds[self.rank])" in text
         with pytest.raises(ClusterError, match=r"Worker.who: .* Worker.nap left ranks \[1\] without an answer"):
             group.all(Worker.who)
         pids = pids_of(group)
@@ -296,10 +296,10 @@ def test_a_dead_actor_is_named_by_rank():
     """R7"""
     with short_lived() as group:
         start = time.monotonic()
-        with pytest.raises(ClusterError, match=r"Worker\.die: rank 1 died: ") as caught:
+        with pytest.raises(RankDied, match=r"^Worker\.die: rank 1 died \(.*ended without a word to Ray") as caught:
             group.all(Worker.die, 1)
         assert time.monotonic() - start < 20
-        assert "rank 0" not in str(caught.value) and "its last lines are in the log above" in str(caught.value)
+        assert "rank 0" not in str(caught.value)
 
 
 def test_an_error_ends_the_wait_for_ranks_that_never_answer():
@@ -315,7 +315,7 @@ def test_an_error_in_a_constructor_is_itself_and_nothing_stays(group):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(DataError, match="no such word") as caught:
         start_group(Worker, ("fail on 1",), two_ranks(), GRID, "cpu")
-    assert "on rank 1 in Worker.__init__" in caught.value.__notes__
+    assert any(note.startswith("on rank 1 in Worker.__init__ (") for note in caught.value.__notes__)
     left: list[str] = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -39,6 +39,9 @@ class ClusterConfig:
     below the median always is."""
     start_timeout_s: PositiveFloat = 600.0
     """Timeout for all ranks to start, load weights and build their engines, in seconds."""
+    hang_timeout_s: PositiveFloat = 300.0
+    """Seconds without a sign of progress (a micro-batch, an engine step, a tensor of a save) from any rank that a call
+    waits for, until the run stops with the stacks of the ranks that hang. Not on the inline backend."""
     step_timeout_s: PositiveFloat = 3600.0
     """Timeout of one call on the workers, in seconds; the run then stops and names the call and the rank."""
 
