@@ -86,6 +86,11 @@ class StateFiles:
         self._rank, self._world, self._layout = rank, world, layout_of(parallel, world)
         self._begun: tuple[_Work, Future[tuple[dict[str, list[WrittenChunk]], Marks]]] | None = None
 
+    @property
+    def writing(self) -> bool:
+        """Whether the thread of a save is at work."""
+        return self._begun is not None and not self._begun[1].done()
+
     def begin(self, folder: Path, models: Mapping[Role, SavedState], background: bool) -> None:
         """Copy what this rank saves, and write it: in a thread, or until this returns. folder: of a new checkpoint.
         An error comes out of `finish`.
