@@ -74,7 +74,7 @@ class _Trainer:
         groups.init_model_parallel(topology_of(actor, world))
         device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
         model = build.build_model(SHAPE, actor, "bfloat16" if args.device == "cuda" else "float32", device)
-        convert.load_hf(model, RandomSource(1, 0.02))
+        convert.load_hf(model, lambda: RandomSource(1, 0.02))
         trainable = build.make_trainable(model, actor.optim, 1000)
         self.states: dict[Role, SavedState] = {"actor": SavedState(trainable, Offload(trainable, ()))}
         self.files = StateFiles(rank, world, actor)

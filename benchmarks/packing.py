@@ -112,7 +112,7 @@ def throughput(device: str, count: int, max_tokens: int, repeats: int) -> None:
     for way, (packing, micros) in ways.items():
         actor = ActorConfig(packing=packing)
         policy = build.build_model(shape, actor, dtype, torch.device(device))
-        convert.load_hf(policy, RandomSource(1, shape.initializer_range))
+        convert.load_hf(policy, lambda: RandomSource(1, shape.initializer_range))
         trainable = build.make_trainable(policy, actor.optim, 100)
         taken, loss = step_seconds(trainable, [batch.select(micro) for micro in micros], repeats)
         computed = sum(_computed([lens[s] for s in micro], packing) for micro in micros)

@@ -342,7 +342,8 @@ def measure(rank: int, case: Case, options: Options, device: torch.device) -> di
     groups.init_model_parallel(topology_of(actor, case.world))
     policy = build.build_model(shape, actor, "bfloat16", device)
     source = RandomSource(1, 0.02)
-    convert.load_hf(policy, source)
+    source.check(convert.tensor_shapes(policy))
+    convert.load_hf(policy, lambda: source)
     shards = _engine_shards(case, shape)
     params = list(shards[rank].params)
     engines = [{param.name: torch.zeros(param.shape, dtype=DTYPE, device=device) for param in params} for _ in range(2)]

@@ -6,7 +6,7 @@ tensor-parallel ranks; experts are split over expert-parallel ranks instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -17,7 +17,7 @@ from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.beat import beat
 from megatron_rl.parallel.collectives import gathered
-from megatron_rl.parallel.groups import expert_group, pp_group, tp_group
+from megatron_rl.parallel.groups import dp_cp_group, expert_dp_group, expert_group, pp_group, tp_group
 from megatron_rl.parallel.topology import is_last_chunk
 from megatron_rl.weights.heads import value_head_params, value_head_shapes
 from megatron_rl.weights.safetensors import WeightSource, refuse_nonfinite
@@ -91,26 +91,69 @@ def _checked_parameters(model: Model, chunk: int, params: list[LocalParam]) -> d
 
 
 @torch.no_grad()
-def load_hf(model: Model, source: WeightSource) -> None:
-    """Fill this rank's shard from `source`, reading only the blocks it holds. Padding rows become 0.
+def load_hf(model: Model, open_source: Callable[[], WeightSource]) -> None:
+    """Fill this rank's shard with the blocks that it holds. Padding rows become 0. A collective over all ranks.
 
-    Raises CheckpointError if the source does not hold exactly the model's tensors; and on all ranks, naming them,
-    where tensors hold numbers that are not finite in the model's precision.
+    Weights are read once: of the ranks that hold the same parameter, the first one reads it, into its place, and sends
+    it to the others. open_source is called on ranks that read something, and nowhere else.
+
+    Raises CheckpointError, on all ranks, if a source cannot be opened or read or does not hold exactly the model's
+    tensors, and if tensors hold numbers that are not finite in the model's precision, naming them.
     """
-    source.check(tensor_shapes(model))
-    sizes: dict[str, list[torch.Tensor]] = {}
+    copies = {False: dp_cp_group(), True: expert_dp_group()}
+    reader = _Reader(open_source, tensor_shapes(model)) if any(group.rank() == 0 for group in copies.values()) else None
+    _refuse_faults(reader)
     for chunk in range(model.parallel.vpp):
         params = chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
         held = _checked_parameters(model, chunk, params)
         for param in params:
             beat(f"load of {param.name}")
-            target, at = held[param.name], 0
+            target, group = held[param.name].detach(), copies[param.expert]
+            if reader is not None and group.rank() == 0:
+                reader.fill(param, target)
+            if group.size() > 1:
+                # All that hold the parameter come, in the order of the table: one that could not read it as well.
+                torch.distributed.broadcast(target, group_src=0, group=group)
+    _refuse_faults(reader)
+    _refuse_bad(reader)
+
+
+class _Reader:
+    """Reads parameters from a source. A fault is kept until all ranks can be told; nothing is read after it.
+
+    sizes: HF tensor -> the largest absolute values of the parts that were read.
+    """
+
+    def __init__(self, open_source: Callable[[], WeightSource], expected: Mapping[str, tuple[int, ...]]) -> None:
+        self.fault = ""
+        self.sizes: dict[str, list[torch.Tensor]] = {}
+        try:
+            self.source = open_source()
+            self.source.check(expected)
+        except (CheckpointError, OSError) as error:
+            self.fault = str(error)
+
+    def fill(self, param: LocalParam, target: torch.Tensor) -> None:
+        """Write all of a parameter, unless there is a fault."""
+        if self.fault:
+            return
+        at = 0
+        try:
             for block in param.blocks:
-                rows = target[at : at + block.num_rows].copy_(source.read(block))
-                sizes.setdefault(block.hf_name, []).append(largest(rows))
+                rows = target[at : at + block.num_rows].copy_(self.source.read(block))
+                self.sizes.setdefault(block.hf_name, []).append(largest(rows))
                 at += block.num_rows
-            target[at:].zero_()
-    _refuse_bad(sizes, source)
+        except (CheckpointError, OSError) as error:
+            self.fault = str(error)
+        target[at:].zero_()
+
+
+def _refuse_faults(reader: _Reader | None) -> None:
+    """Raise CheckpointError on all ranks if one could not read."""
+    faults = gathered([reader.fault] if reader is not None and reader.fault else [])
+    texts = sorted({fault for of_rank in faults for fault in of_rank})
+    if texts:
+        raise CheckpointError(" | ".join(texts))
 
 
 def largest(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,14 +163,16 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(tensor.detach(), ord=float("inf")).float()
 
 
-def _refuse_bad(sizes: Mapping[str, Sequence[torch.Tensor]], source: WeightSource) -> None:
-    """sizes: largest absolute values of the parts of each tensor that this rank has loaded. The device is read once."""
-    names = [name for name, parts in sizes.items() for _ in parts]
-    finite = torch.stack([size for parts in sizes.values() for size in parts]).isfinite().tolist()
-    here = sorted({name for name, well in zip(names, finite, strict=True) if not well})
+def _refuse_bad(reader: _Reader | None) -> None:
+    """Raise CheckpointError on all ranks that names what one has read and is not finite. The device is read once."""
+    bad: dict[str, str] = {}
+    if reader is not None and reader.sizes:
+        names = [name for name, parts in reader.sizes.items() for _ in parts]
+        finite = torch.stack([size for parts in reader.sizes.values() for size in parts]).isfinite().tolist()
+        bad = {name: reader.source.place(name) for name, well in zip(names, finite, strict=True) if not well}
     # Ranks with good weights come too, so that all of them refuse the folder.
-    bad = sorted({name for names in gathered(here) for name in names})
-    refuse_nonfinite({name: source.place(name) for name in bad})
+    pairs = {pair for of_rank in gathered(list(bad.items())) for pair in of_rank}
+    refuse_nonfinite(dict(sorted(pairs)))
 
 
 @torch.no_grad()

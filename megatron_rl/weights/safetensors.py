@@ -70,7 +70,7 @@ class SafetensorsSource:
         self.path = Path(path)
         index, single = self.path / INDEX_NAME, self.path / "model.safetensors"
         if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of = _files_of(index)
         elif single.exists():
             self._file_of = dict.fromkeys(self._opened(single).keys(), single.name)
         else:
@@ -133,6 +133,14 @@ class SafetensorsSource:
     def place(self, name: str) -> str:
         """See WeightSource."""
         return str(self.path / self._file_of.get(name, ""))
+
+
+def _files_of(index: Path) -> dict[str, str]:
+    """Tensor -> file of it, by a folder's index."""
+    try:
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: no index of weights ({error!r}); copy it again") from error
 
 
 class RandomSource:

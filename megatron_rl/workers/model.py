@@ -29,15 +29,19 @@ def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device) -> Model:
     model = build_model(
         plan.shape, plan.parallel, cfg.model.dtype, device, lm_head=plan.lm_head, value_head=plan.value_head
     )
-    source: WeightSource
-    if plan.random:
-        source = RandomSource(cfg.trainer.seed, plan.shape.initializer_range)
-    else:
-        source = SafetensorsSource(plan.weights)
-    if plan.value_head:
-        unused = lm_head_shapes(plan.shape) if plan.stored_head == "causal" and not plan.lm_head else {}
-        source = ValueHeadSource(source, plan.stored_head, unused)
-    load_hf(model, source)
+
+    def open_source() -> WeightSource:
+        source: WeightSource
+        if plan.random:
+            source = RandomSource(cfg.trainer.seed, plan.shape.initializer_range)
+        else:
+            source = SafetensorsSource(plan.weights)
+        if plan.value_head:
+            unused = lm_head_shapes(plan.shape) if plan.stored_head == "causal" and not plan.lm_head else {}
+            source = ValueHeadSource(source, plan.stored_head, unused)
+        return source
+
+    load_hf(model, open_source)
     return model
 
 

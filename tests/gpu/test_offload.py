@@ -42,7 +42,7 @@ def _build(folder: str, dtype: str, distributed: bool) -> Any:
 
     actor = make_actor(use_distributed_optimizer=distributed)
     policy = build.build_model(read_model_shape(folder), actor, dtype, torch.device("cuda"))
-    convert.load_hf(policy, SafetensorsSource(folder))
+    convert.load_hf(policy, lambda: SafetensorsSource(folder))
     return build.make_trainable(policy, actor.optim, 100)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def build(
 
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
     policy = build.build_model(read_model_shape(folder), actor, dtype, rank_device())
-    convert.load_hf(policy, SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
+    convert.load_hf(policy, lambda: SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
     return build.make_trainable(policy, actor.optim, total_steps)
 
 
@@ -71,7 +72,7 @@ def folder_logprobs(rank: int, world: int, folders: list[str], batch: TrainBatch
     logprobs: list[torch.Tensor] = []
     for folder in folders:
         model = build.build_model(read_model_shape(folder), actor, "float32", rank_device())
-        convert.load_hf(model, SafetensorsSource(folder))
+        convert.load_hf(model, partial(SafetensorsSource, folder))
         (columns,) = forward_logprobs(model, [batch], 1.0)
         logprobs.append(columns["logprobs"])
     return logprobs

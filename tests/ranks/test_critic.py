@@ -67,7 +67,7 @@ def _critic_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) 
     shape, head = read_critic_shape(folder)
     policy = build.build_model(shape, actor, "float32", torch.device("cpu"), lm_head=False, value_head=True)
     unused = convert.lm_head_shapes(shape) if head == "causal" else {}
-    convert.load_hf(policy, ValueHeadSource(SafetensorsSource(folder), head, unused))
+    convert.load_hf(policy, lambda: ValueHeadSource(SafetensorsSource(folder), head, unused))
     trainable = build.make_trainable(policy, actor.optim, 100)
     exported = {name: tensor.clone() for name, tensor in convert.export_hf(trainable.model)}
     micros = my_micro_batches(critic_batch(), actor, rank, world)

@@ -166,6 +166,13 @@ def test_missing_shard_and_torn_file_are_named(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path / "b")
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_an_index_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json: no index of weights"):
+        SafetensorsSource(tmp_path)
+
+
 def test_tied_checkpoint_may_repeat_the_embedding_but_not_change_it(tmp_path: Path) -> None:
     shape = _shape(tied=True)
     tensors = _write(tmp_path, shape)
