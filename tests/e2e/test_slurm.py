@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -361,3 +362,35 @@ def test_under_slurm_a_cancelled_job_does_not_come_back(cluster: SlurmCluster, s
     cluster.wait_for(job, ("CANCELLED",), 60)
     wait_until(lambda: not cluster.processes(), f"left on the nodes: {cluster.processes()}")
     assert cluster.job(job)["JobState"] == "CANCELLED"
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_under_slurm_a_run_over_two_nodes_outlives_its_time_limit(cluster: SlurmCluster, tmp_path: Path):
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("launch", "megatron_rl", "configs"):
+        (checkout / name).symlink_to(ROOT / name)
+    data = checkout / "runs/quickstart/data"
+    make = [sys.executable, str(ROOT / "examples/quickstart/make_data.py"), str(data)]
+    subprocess.run(make, check=True, timeout=120, capture_output=True)
+    settings = ["cluster.nnodes=2", "data.train_batch_size=512", "actor.optim.lr_warmup_steps=5"]
+    length = ["trainer.total_training_steps=200", "trainer.target_loss=null", "trainer.test_freq=0"]
+    job = cluster.sbatch(
+        # Slurm looks every 30 s: the signal comes 60 to 90 s before the end, after the first steps and before the last.
+        *("--time=3", "--signal=B:USR1@60", "launch/slurm.sbatch", "configs/sft-add2-1n1g.yaml", *settings, *length),
+        cwd=checkout,
+        env={"PYTHON": sys.executable},
+    )
+    end = cluster.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 900)
+    out = (checkout / f"slurm-{job}.out").read_text()
+    assert (end["JobState"], end["ExitCode"]) == ("COMPLETED", "0:0"), out
+    assert int(end["Restarts"]) >= 1, out
+    assert "SIGUSR1: asking the run to save and end" in out
+    lines = (checkout / "runs/quickstart/sft/metrics.jsonl").read_text().splitlines()
+    steps = [row["step"] for row in map(json.loads, lines) if "train/loss" in row]
+    assert steps == list(range(1, 201))
+    # Each node had a rank.
+    assert "2 nodes" in out
+    assert not cluster.processes()
+    assert not list(Path("/tmp").glob(f"rl-slurm-{job}-*"))
