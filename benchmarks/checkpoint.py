@@ -111,7 +111,7 @@ def _measure(rank: int, world: int, args: argparse.Namespace, folder: str, send:
         start = time.perf_counter()
         copied.append(trainer.save(path, background=True))
         # All ranks make the same number of steps: as long as any writes.
-        while any_rank(trainer.files.writing):
+        while any_rank(not trainer.files.is_done):
             busy.append(_timed(trainer.step))
         beside.append(time.perf_counter() - start)
         trainer.files.finish()

@@ -72,37 +72,50 @@ class SavedState:
     def _owned(self) -> list[OwnedParam]:
         return list(_owned(self._trainable))
 
+    @property
+    def _written(self) -> list[OwnedParam]:
+        return [param for param in self._owned if param.written[0] < param.written[1]]
+
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of each saved tensor, whole."""
         shapes = tensor_shapes(self._trainable.model)
         scalars = dict.fromkeys(SCALARS, ((), torch.int64))
         return {f"{kind}/{name}": (size, torch.float32) for kind in KINDS for name, size in shapes.items()} | scalars
 
-    @torch.no_grad()
     def snapshot(self) -> list[Chunk]:
         """A copy of what this rank saves, in host memory that the next snapshot overwrites. Nothing is moved for it.
         Scalars are in the snapshot of the first rank.
         """
-        params = [param for param in self._owned if param.written[0] < param.written[1]]
         if not self._host:
-            sizes = [param.written[1] - param.written[0] for param in params for _ in KINDS]
-            self._host = list(_host_memory(sizes))
-        chunks: list[Chunk] = []
-        places = iter(self._host)
-        for param in params:
+            self._host = list(_host_memory(self._sizes()))
+        chunks = list(self._copies(iter(self._host)))
+        _synchronize()
+        return chunks
+
+    def stream(self) -> Iterator[Chunk]:
+        """What a snapshot has, copied one after the other while it is asked for: host memory of one parameter. Training
+        must wait.
+        """
+        for chunk in self._copies(torch.empty(size, dtype=torch.float32) for size in self._sizes()):
+            _synchronize()
+            yield chunk
+
+    def _sizes(self) -> list[int]:
+        return [param.written[1] - param.written[0] for param in self._written for _ in KINDS]
+
+    def _copies(self, memory: Iterator[torch.Tensor]) -> Iterator[Chunk]:
+        """memory: for each of _sizes."""
+        for param in self._written:
             for kind in KINDS:
-                host, source = next(places), param.memory(kind)
+                host, source = next(memory), param.memory(kind)
                 if source is None:
                     host.zero_()
                 else:
-                    self._memory.read(source, param.written[0] - param.owned[0], host)
-                chunks += _chunks(param, kind, param.written, host)
+                    self._memory.read(source.detach(), param.written[0] - param.owned[0], host)
+                yield from _chunks(param, kind, param.written, host)
         if torch.distributed.get_rank() == 0:
             steps = (_optimizer_steps(self._trainable), self._trainable.scheduler.num_steps)
-            chunks += [Chunk(name, (), torch.tensor(count)) for name, count in zip(SCALARS, steps, strict=True)]
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return chunks
+            yield from (Chunk(name, (), torch.tensor(count)) for name, count in zip(SCALARS, steps, strict=True))
 
     @torch.no_grad()
     def targets(self) -> list[Chunk]:
@@ -141,6 +154,11 @@ class SavedState:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
         trainable.scheduler.num_steps = 0
         trainable.scheduler.step(increment=scalars[SCHEDULE_STEPS])
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def singles(optimizer: MegatronOptimizer) -> Iterator[Any]:

@@ -12,8 +12,8 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from megatron_rl.workers.records import Role
 RANKS = "ranks"
 Marks = dict[str, FileMark]
 """file, relative to the checkpoint's folder -> its mark"""
+Written = tuple[dict[str, list[WrittenChunk]], Marks]
+"""where rectangles are, by role; the files"""
 
 
 def refuse(faults: Sequence[str]) -> None:
@@ -51,20 +53,38 @@ def refuse(faults: Sequence[str]) -> None:
         raise CheckpointError(first_of(every, 20, "\n"))
 
 
+def _give_way() -> None:
+    """Let what trains go first on every core. Of this thread alone."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 @dataclass(frozen=True)
 class _Work:
-    """What the thread writes: by role, the tensors of one model and what this rank has of them."""
+    """What is written: by role, the tensors of one model and what this rank has of them."""
 
     folder: Path
     rank: int
-    models: Mapping[Role, tuple[WholeTensors, Sequence[Chunk]]]
+    models: Mapping[Role, tuple[WholeTensors, Iterable[Chunk]]]
     generators: bytes
 
-    def write(self, in_background: bool) -> tuple[dict[str, list[WrittenChunk]], Marks]:
-        """Returns where rectangles were written, by role, and the files. Raises CheckpointError."""
-        if in_background:
-            # Of this thread alone: what trains goes first on every core.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    def begin(self) -> Future[Written]:
+        """Write in a thread."""
+        with_thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way)
+        future = with_thread.submit(self.write)
+        with_thread.shutdown(wait=False)
+        return future
+
+    def finished(self) -> Future[Written]:
+        """Write now."""
+        future: Future[Written] = Future()
+        try:
+            future.set_result(self.write())
+        except CheckpointError as error:
+            future.set_exception(error)
+        return future
+
+    def write(self) -> Written:
+        """Raises CheckpointError."""
         marks: Marks = {}
         written: dict[str, list[WrittenChunk]] = {}
         for role, (_, chunks) in self.models.items():
@@ -84,30 +104,22 @@ class StateFiles:
 
     def __init__(self, rank: int, world: int, parallel: ParallelConfig) -> None:
         self._rank, self._world, self._layout = rank, world, layout_of(parallel, world)
-        self._begun: tuple[_Work, Future[tuple[dict[str, list[WrittenChunk]], Marks]]] | None = None
-
-    @property
-    def writing(self) -> bool:
-        """Whether the thread of a save is at work."""
-        return self._begun is not None and not self._begun[1].done()
+        self._begun: tuple[_Work, Future[Written]] | None = None
 
     def begin(self, folder: Path, models: Mapping[Role, SavedState], background: bool) -> None:
-        """Copy what this rank saves, and write it: in a thread, or until this returns. folder: of a new checkpoint.
-        An error comes out of `finish`.
+        """Save this rank's share. In the background: copy it, and have a thread write it. Else it is written when this
+        returns, and no more host memory is taken than for one parameter. folder: of a new checkpoint. An error comes
+        out of `finish`.
         """
         assert self._begun is None, "a checkpoint is begun before the one before it is finished"
         states = io.BytesIO()
         torch.save({"layout": dict(self._layout), "generators": generators()}, states)
-        chunks: dict[Role, tuple[WholeTensors, Sequence[Chunk]]] = {
-            role: (state.tensors(), state.snapshot()) for role, state in models.items()
+        chunks: dict[Role, tuple[WholeTensors, Iterable[Chunk]]] = {
+            role: (state.tensors(), state.snapshot() if background else state.stream())
+            for role, state in models.items()
         }
         work = _Work(folder, self._rank, chunks, states.getvalue())
-        with_thread = ThreadPoolExecutor(1, "checkpoint")
-        future = with_thread.submit(work.write, background)
-        with_thread.shutdown(wait=False)
-        self._begun = work, future
-        if not background:
-            wait([future])
+        self._begun = work, work.begin() if background else work.finished()
 
     @property
     def is_done(self) -> bool:

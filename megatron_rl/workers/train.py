@@ -129,9 +129,9 @@ class TrainWorker:
         return path
 
     def save_state(self, folder: str, background: bool) -> None:
-        """Begin a checkpoint: copy this rank's share of all trained models, and of its random generators, to host
-        memory; a thread writes it to `folder`, or, if not in the background, it is written when this returns. Training
-        may go on. An error comes out of finish_save, which must be called before the next save.
+        """Begin a checkpoint of all trained models and of this rank's random generators. In the background: copy its
+        share to host memory (12 bytes a number), and have a thread write it to `folder` while training goes on. Else it
+        is written when this returns. An error comes out of finish_save, which must be called before the next save.
         """
         # No phase: a snapshot is read from where the memory is, and nothing is moved for it.
         self._state.begin(Path(folder), self._saved(), background)
