@@ -62,10 +62,11 @@ class RayBackend:
         cluster: ClusterConfig,
         device: Device,
         names: Sequence[str] = (),
+        takes_cpus: bool = True,
     ) -> None:
         """Start every rank within cluster.start_timeout_s. On any error, everything that was started is stopped.
 
-        names: what each rank is, for the table of ranks.
+        names: what each rank is, for the table of ranks. takes_cpus: see start_group.
         """
         self._name = worker_cls.__name__
         self._watch = RankWatch(uuid.uuid4().hex[:12], cluster.hang_timeout_s)
@@ -86,7 +87,7 @@ class RayBackend:
         self._num_calls = 0
         ray_runtime.acquire(cluster, device)
         try:
-            self._start(worker_cls, worker_args, device)
+            self._start(worker_cls, worker_args, device, takes_cpus)
         except BaseException:
             self.close(graceful=False)
             raise
@@ -135,9 +136,9 @@ class RayBackend:
             if graceful and self._broken is None and not self._unanswered:
                 self._close_workers()
 
-    def _start(self, worker_cls: type, worker_args: Sequence[Any], device: Device) -> None:
+    def _start(self, worker_cls: type, worker_args: Sequence[Any], device: Device, takes_cpus: bool) -> None:
         deadline = time.monotonic() + self._cluster.start_timeout_s
-        placement = plan_placement(self._cluster, device)
+        placement = plan_placement(self._cluster, device, takes_cpus)
         require_room(placement, self._cluster, ray_runtime.node_resources())
         self._group = self._reserve(placement, deadline)
         nodes = _nodes_of_bundles(self._group, len(placement.bundles))
@@ -320,7 +321,7 @@ def _actor(group: PlacementGroup, placement: RankPlacement, rank: int, environme
     # Every rank sees all GPUs of its node, as under torchrun: LOCAL_RANK says which one is its own.
     variables = {**environment, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     options = ray.remote(RankHost).options(
-        num_cpus=placement.per_rank["CPU"],
+        num_cpus=placement.per_rank.get("CPU", 0),
         num_gpus=placement.per_rank.get("GPU", 0),
         max_restarts=0,
         scheduling_strategy=strategy,

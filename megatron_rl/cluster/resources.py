@@ -69,11 +69,15 @@ class RankPlacement:
         return len(self.bundle_of_rank)
 
 
-def plan_placement(cluster: ClusterConfig, device: Device) -> RankPlacement:
+NO_CPUS = {"memory": 1.0}
+"""What a rank that takes no CPUs asks for: a bundle must ask for something, and every node has bytes of memory."""
+
+
+def plan_placement(cluster: ClusterConfig, device: Device, takes_cpus: bool = True) -> RankPlacement:
     """One node: a bundle for each rank, all on one machine. More: a bundle for each node, holding all its ranks, and no
     two on one machine.
     """
-    per_rank = {"CPU": cluster.num_cpus_per_rank}
+    per_rank = {"CPU": cluster.num_cpus_per_rank} if takes_cpus else dict(NO_CPUS)
     if device == "cuda":
         per_rank["GPU"] = 1.0
     ranks = cluster.n_gpus_per_node
@@ -99,7 +103,7 @@ def require_room(placement: RankPlacement, cluster: ClusterConfig, nodes: Sequen
     there = "; ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in per_node) for node in nodes)
     where = "one node" if cluster.nnodes == 1 else f"each of {cluster.nnodes} nodes"
     raise ClusterError(
-        f"cluster.n_gpus_per_node: {ranks} -- {ranks} ranks of {placement.per_rank['CPU']:g} CPU each ask "
+        f"cluster.n_gpus_per_node: {ranks} -- {ranks} ranks of {placement.per_rank.get('CPU', 0.0):g} CPU each ask "
         f"for {asked} on {where}, but Ray has {there or 'no node'} -- lower cluster.num_cpus_per_rank "
         "(0.5 lets two ranks share a core) or cluster.n_gpus_per_node, or add machines"
     )

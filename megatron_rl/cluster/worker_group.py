@@ -139,10 +139,15 @@ class WorkerGroup:
 
 
 def start_group(
-    worker_cls: type, worker_args: Sequence[Any], cluster: ClusterConfig, grid: RankGrid, device: Device
+    worker_cls: type,
+    worker_args: Sequence[Any],
+    cluster: ClusterConfig,
+    grid: RankGrid,
+    device: Device,
+    takes_cpus: bool = True,
 ) -> WorkerGroup:
     """Start one worker a rank, each built as worker_cls(rank, world_size, *worker_args), and wait until
-    all of them are up.
+    all of them are up. takes_cpus: whether the ranks count against Ray's CPUs (cluster.num_cpus_per_rank).
 
     ClusterError if the resources cannot be had or a rank does not start within cluster.start_timeout_s; an
     error of a worker's constructor is raised as itself. Nothing that was started is left behind then.
@@ -162,5 +167,5 @@ def start_group(
     else:
         from megatron_rl.cluster.ray_backend import RayBackend
 
-        backend = RayBackend(worker_cls, worker_args, cluster, device, grid.names)
+        backend = RayBackend(worker_cls, worker_args, cluster, device, grid.names, takes_cpus)
     return WorkerGroup(worker_cls, backend, grid, cluster.step_timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import FlowError, RewardError
 from megatron_rl.experience.reward_samples import RolloutSamples, reward_sample
 from megatron_rl.experience.scoring_models import ScoringModels
+from megatron_rl.experience.spread_rewards import SpreadPool
 from megatron_rl.rewards.base import RewardResult, number_fault
-from megatron_rl.rewards.scorer import RewardScorer
+from megatron_rl.rewards.scorer import RewardScorer, local_pool
 from megatron_rl.types import Prompt, Rollouts
 
 
@@ -25,9 +27,14 @@ class RunRewards:
         self._models = ScoringModels(cfg)
         self._started: RewardScorer | None = None
 
-    def start(self) -> None:
-        """Start the reward processes; models start with `start_models`."""
-        self._started = RewardScorer(self._cfg.reward, models=self._models.functions())
+    def start(self, spread: bool = True) -> None:
+        """Start the reward processes; models start with `start_models`. spread: over the nodes of the run, if it has
+        several; else all are on this machine.
+        """
+        cluster = self._cfg.cluster
+        over_nodes = spread and cluster.backend == "ray" and cluster.nnodes > 1
+        start_pool = partial(SpreadPool, cluster) if over_nodes else local_pool
+        self._started = RewardScorer(self._cfg.reward, models=self._models.functions(), start_pool=start_pool)
 
     @property
     def _scorer(self) -> RewardScorer:

@@ -25,6 +25,14 @@ MODEL_SAMPLES = 1024
 """Most samples that one worker of a reward model gets in a call: their texts are in memory here at that time."""
 
 
+def nodes_for(copies: int, nnodes: int, per_node: int) -> int:
+    """On how many nodes the copies of a model lie, equally many on each: as few of `nnodes` as have a GPU for each.
+    Nodes have per_node GPUs. Ray chooses which nodes; if there is no such number, all copies are on one.
+    """
+    fits = (nodes for nodes in range(1, nnodes + 1) if copies % nodes == 0 and copies // nodes <= per_node)
+    return next(fits, 1)
+
+
 class ScoringModels:
     """The workers of a run's reward model and judge; none before `start`."""
 
@@ -83,6 +91,7 @@ class ScoringModels:
     ) -> WorkerGroup:
         cluster = self._cfg.cluster
         count = 1 if cluster.backend == "inline" else worker.num_workers
-        own = replace(cluster, nnodes=1, n_gpus_per_node=count, num_cpus_per_rank=worker.num_cpus)
+        nodes = nodes_for(count, cluster.nnodes, cluster.n_gpus_per_node)
+        own = replace(cluster, nnodes=nodes, n_gpus_per_node=count // nodes, num_cpus_per_rank=worker.num_cpus)
         # A worker that shares a policy rank's GPU asks Ray for none.
         return start_group(worker_cls, args, own, RankGrid.flat(count), device if worker.own_gpu else "cpu")

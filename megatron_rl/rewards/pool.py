@@ -64,6 +64,16 @@ class FailureLimit:
         return len(self._failed) > self._most
 
     @property
+    def left(self) -> int:
+        """How many more may fail; below 0 once it is passed."""
+        return self._most - len(self._failed)
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        """Number of each failed sample -> why."""
+        return {number: reason for number, (_, reason) in self._failed.items()}
+
+    @property
     def failed(self) -> list[tuple[RewardSample, str]]:
         """Failed samples and why, in the order of their failing."""
         return list(self._failed.values())
@@ -240,6 +250,21 @@ class RewardPool:
                 self._kill_all()
                 raise
             return call.results
+
+    def takes_batch(self, reward: int) -> bool:
+        """Whether the reward of that number scores a whole batch in one call. Waits until a process has loaded it;
+        RewardError if none can.
+        """
+        with self._lock:
+            if self._closed:
+                raise RewardError("the reward pool is closed")
+            nothing = _Call([], reward, None)
+            self._fill()
+            while not any(worker.loaded for worker in self._workers):
+                self._receive(nothing)
+                self._check_deadlines(nothing)
+                self._fill()
+            return next(worker.rewards[reward].takes_batch for worker in self._workers if worker.loaded)
 
     def preflight(self, sample: RewardSample) -> list[RewardResult | None]:
         """Score one sample with each reward before the run starts. Raises RewardError where one does not load or

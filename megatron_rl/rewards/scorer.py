@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from megatron_rl.config.checks.reward import WORKER_NAMES, RewardPlan, plan_rewards
 from megatron_rl.config.checks.reward_terms import Reward
@@ -18,6 +19,34 @@ ModelFn = Callable[[Sequence[RewardSample]], Results]
 """Scores samples by a model: a result each."""
 
 
+class SamplePool(Protocol):
+    """Reward processes, as a scorer sees them: those of this machine (RewardPool), or of several nodes."""
+
+    def score(self, samples: Sequence[RewardSample], reward: int, limit: FailureLimit | None) -> Results:
+        """See RewardPool.score."""
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+def local_pool(cfg: RewardConfig, rules: Sequence[RewardRule]) -> RewardPool:
+    """The processes of section `reward` on this machine."""
+    limit = cfg.memory_limit_gb
+    return RewardPool(
+        rules,
+        num_workers=cfg.num_workers,
+        timeout_s=cfg.timeout_s,
+        failed_score=cfg.failed_score,
+        memory_limit=None if limit is None else int(limit * 2**30),
+    )
+
+
+StartPool = Callable[[RewardConfig, Sequence[RewardRule]], SamplePool]
+"""(section reward, its rewards) -> the processes"""
+
+
 class RewardScorer:
     """Scores samples as section `reward` says. Close it, or use it in a `with`.
 
@@ -25,10 +54,14 @@ class RewardScorer:
     """
 
     def __init__(
-        self, cfg: RewardConfig, models: Mapping[str, ModelFn] | None = None, plan: RewardPlan | None = None
+        self,
+        cfg: RewardConfig,
+        models: Mapping[str, ModelFn] | None = None,
+        plan: RewardPlan | None = None,
+        start_pool: StartPool = local_pool,
     ) -> None:
         """models: what answers for `model` and `judge`. plan: compositions made in Python, in place of those that
-        cfg.function and cfg.by_source say.
+        cfg.function and cfg.by_source say. start_pool: starts the reward processes, if a reward needs any.
 
         Raises ConfigError where the section cannot be read, RewardError where a model has nothing to answer for it.
         """
@@ -42,18 +75,8 @@ class RewardScorer:
         if missing:
             raise RewardError(f"reward.function names {', '.join(missing)}, which nothing gives -- pass it in `models`")
         self._rules = [reward for reward in rewards if reward.spec not in self._models]
-        limit = cfg.memory_limit_gb
-        self._pool = (
-            RewardPool(
-                [RewardRule(reward.spec, reward.kwargs) for reward in self._rules],
-                num_workers=cfg.num_workers,
-                timeout_s=cfg.timeout_s,
-                failed_score=cfg.failed_score,
-                memory_limit=None if limit is None else int(limit * 2**30),
-            )
-            if self._rules
-            else None
-        )
+        rules = [RewardRule(reward.spec, reward.kwargs) for reward in self._rules]
+        self._pool = start_pool(cfg, rules) if rules else None
 
     def __enter__(self) -> RewardScorer:
         return self

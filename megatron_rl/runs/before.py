@@ -145,7 +145,7 @@ def _read_sets(
 
 def _check_rewards(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
     rewards = RunRewards(cfg)
-    rewards.start()
+    rewards.start(spread=False)
     try:
         rewards.preflight(prompts)
     finally:

@@ -101,7 +101,7 @@ class RewardConfig:
     by_source: dict[str, str] = Field(default_factory=dict)
     """Rewards of single data sources, {data_source: as reward.function}; the others use reward.function."""
     num_workers: PositiveInt = 2
-    """Number of reward processes."""
+    """Number of reward processes; with several nodes, shared evenly between them."""
     timeout_s: PositiveFloat = 10.0
     """Timeout per sample, in seconds (batch reward: per batch); a process that exceeds it is killed and replaced."""
     memory_limit_gb: PositiveFloat | None = 8.0

@@ -121,6 +121,8 @@ def test_placement_packs_one_node_by_rank_and_several_by_node():
     two = plan_placement(ClusterConfig(nnodes=2, n_gpus_per_node=4, num_cpus_per_rank=2.0), "cuda")
     assert two.strategy == "STRICT_SPREAD" and two.bundles == ({"CPU": 8.0, "GPU": 4.0},) * 2
     assert two.bundle_of_rank == (0, 0, 0, 0, 1, 1, 1, 1) and two.world == 8
+    light = plan_placement(ClusterConfig(nnodes=2, n_gpus_per_node=1), "cpu", takes_cpus=False)
+    assert light.bundles == ({"memory": 1.0},) * 2, "a place on each node, and no CPU"
 
 
 @pytest.mark.parametrize(

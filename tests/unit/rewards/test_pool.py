@@ -342,6 +342,7 @@ def test_a_batch_reward_sees_the_whole_batch_in_one_call(tmp_path: Path):
     path.write_text(textwrap.dedent(BATCH))
     rules = [RewardRule(f"{path}:Rank", {"step": 0.5}), RewardRule(f"{path}:compute_score", {"offset": 1})]
     with RewardPool(rules, num_workers=2) as pool:
+        assert pool.takes_batch(0) and pool.takes_batch(1)
         assert values(pool.score(samples(*["x"] * 100))) == [0.5 * number for number in range(100)]
         answers = pool.score(samples("ab", "skip"), reward=1)
         assert answers == [RewardResult(3.0, {"acc": 1.0}), None]
