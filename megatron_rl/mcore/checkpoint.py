@@ -93,9 +93,7 @@ class SavedState:
         return chunks
 
     def stream(self) -> Iterator[Chunk]:
-        """What a snapshot has, copied one after the other while it is asked for: host memory of one parameter. Training
-        must wait.
-        """
+        """What a snapshot has, each copied when it is asked for: host memory of one parameter. Training must wait."""
         for chunk in self._copies(torch.empty(size, dtype=torch.float32) for size in self._sizes()):
             _synchronize()
             yield chunk
