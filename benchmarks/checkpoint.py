@@ -111,10 +111,12 @@ def _measure(rank: int, world: int, args: argparse.Namespace, folder: str, send:
         start = time.perf_counter()
         copied.append(trainer.save(path, background=True))
         # All ranks make the same number of steps: as long as any writes.
-        while any_rank(not trainer.files.is_done):
+        for _ in range(args.most):
+            if not any_rank(not trainer.files.is_done):
+                break
             busy.append(_timed(trainer.step))
-        beside.append(time.perf_counter() - start)
         trainer.files.finish()
+        beside.append(time.perf_counter() - start)
     torch.distributed.barrier()
     start = time.perf_counter()
     trainer.save(path, background=False)
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tokens", type=int, default=512, help="of a rank and step")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--most", type=int, default=12, help="steps beside one save; then training waits for it")
     parser.add_argument("--folder", help="on the disk to be measured")
     args = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -304,5 +304,7 @@ def test_r2_faults_of_one_rank_or_of_a_checkpoint_are_raised_on_all_ranks_and_ch
         ["actor/.metadata", "actor/rank_00000.distcp", "ranks/rank_00000.pt"],
         ["actor/rank_00001.distcp", "ranks/rank_00001.pt"],
     ]
+    shares = [of_rank["marks"][f"actor/rank_{rank:05d}.distcp"].size for rank, of_rank in enumerate(ranks)]
+    assert max(shares) < 1.1 * min(shares), "ranks write equally much"
     for name, mark in (ranks[0]["marks"] | ranks[1]["marks"]).items():
         assert (tmp_path / "out/good" / name).stat().st_size == mark.size
