@@ -74,16 +74,20 @@ on() {
   pipe=$work/$number
   mkfifo "$pipe"
   exec {fd}<>"$pipe"
+  # Opened here: in a child that is late the open would wait for a writer that is gone.
+  exec {reader}<"$pipe"
   pipes[number]=$fd
+  [ "$output" = - ] || : >"$output"
   header ${command[@]+"${command[@]}"} >&"$fd"
   (
     # Another host's pipe must not stay open in here.
-    for closed in "${pipes[@]}"; do exec {closed}>&-; done
+    for closed in "${pipes[@]}" "$reader"; do exec {closed}>&-; done
     trap - TERM INT HUP USR1 USR2
-    if [ "$output" = - ]; then exec "${prefix[@]}" bash "$node" --stdin "$@" <"$pipe"; fi
-    exec "${prefix[@]}" bash "$node" --stdin "$@" <"$pipe" >"$output" 2>&1
-  ) &
+    if [ "$output" = - ]; then exec "${prefix[@]}" bash "$node" --stdin "$@"; fi
+    exec "${prefix[@]}" bash "$node" --stdin "$@" >"$output" 2>&1
+  ) <&"$reader" &
   pids[number]=$!
+  exec {reader}<&-
 }
 
 # shellcheck disable=SC2329

@@ -110,8 +110,11 @@ start_janitor() {
   pipe=$folder/.janitor
   mkfifo "$pipe"
   exec 7<>"$pipe"
-  setsid "$PYTHON" -I -S "$root/megatron_rl/cluster/janitor.py" "$MEGATRON_RL_RUN" "$folder" <"$pipe" >/dev/null 7>&- 8<&- &
+  # Opened here: in a child that is late the open would wait for a writer that is gone.
+  exec 6<"$pipe"
+  setsid "$PYTHON" -I -S "$root/megatron_rl/cluster/janitor.py" "$MEGATRON_RL_RUN" "$folder" <&6 >/dev/null 6<&- 7>&- 8<&- &
   janitor=$!
+  exec 6<&-
   export MEGATRON_RL_RUN TMPDIR=$folder
 }
 
@@ -256,6 +259,8 @@ run_command() {
     run_child "$PYTHON" -m megatron_rl.cluster.readiness "$address" "$RL_NODES" "${RL_ALL_GPUS:-0}" "${RL_WAIT_S:-600}" || exit 1
   fi
   export RAY_ADDRESS=$address
+  # Where `ray job submit` finds the server of jobs.
+  [ "${RL_DASHBOARD:-0}" = 0 ] || export RAY_API_SERVER_ADDRESS=http://127.0.0.1:$((${address##*:} + 8))
   # The package's own command is this checkout's, installed or not.
   [ "$1" != megatron-rl ] || set -- "$PYTHON" -m megatron_rl "${@:2}"
   run_child "$@" || code=$?

@@ -99,8 +99,11 @@ def rank_environment(
 
 
 def accept_read_only_tensors() -> None:
-    """Stop Ray's warning, one a process, that received tensors must not be written to. Called once Ray is imported."""
+    """Stop the warnings of Ray and torch, one each a process, that received tensors must not be written to. Called once
+    Ray is imported.
+    """
     warnings.filterwarnings("ignore", message="Zero-copy tensor serialization is enabled")
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def held_port() -> socket.socket:

@@ -73,12 +73,17 @@ class RankHost:
             oom_file=oom_file(),
         )
 
-    def prepare(self, environment: Mapping[str, str], folder: str) -> None:
-        """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same."""
+    def prepare(self, environment: Mapping[str, str], folder: str | None) -> None:
+        """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same.
+
+        folder: None if Ray has given every process its own copy of that folder.
+        """
         os.environ.update(environment)
         accept_read_only_tensors()
         # A terminal's Ctrl-C reaches every process; it is the controller that ends the ranks, once they have saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if folder is None:
+            return
         if not Path(folder).is_dir():
             raise ClusterError(
                 f"the controller's folder {folder} does not exist on node {os.uname().nodename} "

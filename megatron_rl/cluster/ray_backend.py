@@ -39,6 +39,7 @@ from megatron_rl.cluster.resources import (
     plan_placement,
     require_room,
 )
+from megatron_rl.cluster.surroundings import in_copied_folder
 from megatron_rl.cluster.watch import Watch
 from megatron_rl.cluster.watch_report import Home
 from megatron_rl.config.sections.cluster import ClusterConfig
@@ -176,7 +177,7 @@ class RayBackend:
         if self._facts:
             logger.info("ranks of %s\n%s", self._name, self._table())
         own = self._rank_environments(device)
-        folder = os.getcwd()
+        folder = None if in_copied_folder(os.environ) else os.getcwd()
         on_all("prepare", lambda rank: self._actors[rank].prepare.remote(own[rank], folder))
         args = ray.put(tuple(worker_args))
         # Building models and engines has few beats, and a deadline of its own.

@@ -5,6 +5,7 @@ Each fault is named by the variable or limit that is wrong; nothing is started o
 
 from __future__ import annotations
 
+import json
 import netrc
 import os
 import resource
@@ -33,6 +34,7 @@ def surroundings_faults(cfg: RunConfig, environ: Mapping[str, str] = os.environ)
     address = ray_address(cfg.cluster, environ)
     if address is not None:
         faults += address_faults(address, cfg.cluster.ray_address)
+        faults += job_faults(cfg.trainer.default_local_dir, environ)
     elif cfg.cluster.backend == "ray":
         faults += socket_faults(environ) + open_file_faults(cfg.cluster.n_gpus_per_node)
     return faults
@@ -46,6 +48,20 @@ def address_faults(address: str, key: str | None) -> list[Fault]:
     reason = "is no address of a Ray head, which has the form host:port"
     cure = "write the address that `ray start --head` printed" + (", or unset RAY_ADDRESS" if key is None else "")
     return [Fault(name, address, reason, cure)]
+
+
+def in_copied_folder(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a job of `ray job submit --working-dir`: every node has its own copy of the folder."""
+    job = json.loads(environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    return bool(job.get("runtime_env", {}).get("working_dir"))
+
+
+def job_faults(run_parent: str, environ: Mapping[str, str]) -> list[Fault]:
+    """A run folder that is in the copy that Ray makes of a job's working folder: it would be gone with the job."""
+    if os.path.isabs(run_parent) or not in_copied_folder(environ):
+        return []
+    reason = "is in a copy of the working folder, which Ray deletes after the job and other nodes do not see"
+    return [Fault("trainer.default_local_dir", run_parent, reason, "write a path from the root, on a shared disk")]
 
 
 def temporary_faults(environ: Mapping[str, str]) -> list[Fault]:

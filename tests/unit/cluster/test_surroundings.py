@@ -13,6 +13,7 @@ from megatron_rl.cluster.surroundings import (
     LONGEST_SOCKET,
     RAY_SOCKET,
     home_faults,
+    job_faults,
     login_faults,
     open_file_faults,
     socket_faults,
@@ -76,6 +77,14 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault.key == "ulimit -n" and fault.value == 1024 and "64 ranks" in fault.reason and "8192" in fault.cure
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
     assert open_file_faults(64) == []
+
+
+def test_the_folder_of_a_ray_job_is_a_copy() -> None:
+    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}, "metadata": {}}'}
+    (fault,) = job_faults("runs", job)
+    assert (fault.key, fault.value) == ("trainer.default_local_dir", "runs") and "Ray deletes" in fault.reason
+    assert job_faults("/shared/runs", job) == job_faults("runs", {}) == []
+    assert job_faults("runs", {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {}}'}) == []
 
 
 def test_wandb_without_a_log_in(tmp_path: Path) -> None:
