@@ -41,6 +41,7 @@ from megatron_rl.cluster.resources import (
 )
 from megatron_rl.cluster.surroundings import in_copied_folder
 from megatron_rl.cluster.watch import Watch
+from megatron_rl.cluster.watch_lookout import Lookout
 from megatron_rl.cluster.watch_report import Home
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError, NodeLost, RankHung
@@ -241,30 +242,44 @@ class RayBackend:
         lookout = self._watch.lookout(self._num_calls, quiet_s)
         outcome = wait_for_ranks(refs, timeout_s, lambda: self._closing, lookout.hangs)
         self._unanswered = {}
-        if outcome.dead or outcome.late:
-            self._broken = f"{where} left ranks {sorted([*outcome.dead, *outcome.late])} without an answer"
-        if self._closing and (outcome.late or outcome.dead):
-            raise ClusterError(f"{where}: the group was closed during the call")
-        if outcome.dead:
-            raise self._watch.death(where, self._num_calls, outcome)
+        fault = self._fault(where, outcome, lookout, timeout_s, timeout_key)
+        if fault is not None:
+            raise fault
         if outcome.errors:
             raise _first_error(where, outcome, self._watch.home)
-        if outcome.hung:
-            raise self._watch.hang(where, outcome, lookout, self._last_call or "none")
-        if outcome.late:
-            raise RankHung(self._late_text(where, outcome, timeout_s, timeout_key))
         return outcome.answers
+
+    def _fault(
+        self, where: str, outcome: Outcome, lookout: Lookout, timeout_s: float, timeout_key: str
+    ) -> ClusterError | None:
+        """What is wrong with ranks that gave no answer; the group is broken then. None where an error says it."""
+        if not outcome.dead and not outcome.late:
+            return None
+        self._broken = f"{where} left ranks {sorted([*outcome.dead, *outcome.late])} without an answer"
+        if self._closing:
+            return ClusterError(f"{where}: the group was closed during the call")
+        if outcome.dead:
+            return self._watch.death(where, self._num_calls, outcome)
+        lost = self._watch.lost_behind(where, self._num_calls, outcome)
+        if lost is not None or outcome.errors:
+            return lost
+        if outcome.hung:
+            return self._watch.hang(where, outcome, lookout, self._last_call or "none")
+        return RankHung(self._late_text(where, outcome, timeout_s, timeout_key))
 
     def _settle(self, timeout_s: float) -> None:
         """Wait for the ranks that an interrupted call left running; their results are dropped."""
         refs, self._unanswered = self._unanswered, {}
         if not refs:
             return
-        outcome = wait_for_ranks(refs, timeout_s, lambda: self._closing)
-        if outcome.dead or outcome.late:
-            lost = sorted([*outcome.dead, *outcome.late])
-            self._broken = f"an interrupted call left ranks {lost} without an answer"
-            raise ClusterError(f"{self._name}: {self._broken} within {timeout_s:g} s")
+        where = f"{self._name}: the call that was interrupted"
+        lookout = self._watch.lookout(self._num_calls, self._cluster.hang_timeout_s)
+        outcome = wait_for_ranks(refs, timeout_s, lambda: self._closing, lookout.hangs)
+        fault = self._fault(where, outcome, lookout, timeout_s, "cluster.step_timeout_s")
+        if fault is None and outcome.late:
+            fault = ClusterError(f"{self._name}: {self._broken}, after the error of another")
+        if fault is not None:
+            raise fault
 
     def _late_text(self, where: str, outcome: Outcome, timeout_s: float, timeout_key: str) -> str:
         lines = [

@@ -24,12 +24,12 @@ from megatron_rl.cluster.watch_report import (
     ranges,
     ranks,
 )
-from megatron_rl.errors import ClusterError, NodeLost, RankDied, RankHung
+from megatron_rl.errors import ClusterError, NodeLost, P2PError, RankDied, RankHung
 
 PROBE_S = 20.0
 """How long other nodes may take to look at processes of theirs."""
 MOST_PROBED = 16
-"""Ranks whose processes are looked at for one error."""
+"""Ranks whose processes, and nodes that, are looked at for one error."""
 CONNECT_S = 2.0
 NODE_DIED = ("its node has died", "The node died", "node was terminated")
 """Ray's words where a rank died with its node."""
@@ -71,20 +71,27 @@ class RankWatch:
         """Of ranks that died: NodeLost if their node did, or else RankDied."""
         signs = self.signs(call, sorted(outcome.dead))
         lost = self._lost_nodes(outcome.dead)
-        lines: list[str] = []
-        for numbers in lost.values():
-            host = f"{self.places[numbers[0]].host} ({self.places[numbers[0]].ip})"
-            lines.append(f"{where}: {node_line(host, numbers, outcome.dead[numbers[0]], signs)}")
+        lines = self._node_lines(where, lost, outcome.dead, signs)
         on_live = [rank for rank in sorted(outcome.dead) if not any(rank in numbers for numbers in lost.values())]
         seen = self._probe(on_live, stacks=False)
         lines += [
             f"{where}: {death_line(rank, self.home(rank), outcome.dead[rank], signs.get(rank), seen.get(rank))}"
             for rank in on_live
         ]
-        for rank, error in outcome.errors:
-            cause = unwrapped(error, "")
-            lines.append(f"{where}: rank {rank} failed: {type(cause).__name__}: {cause}")
-        return (NodeLost if lost else RankDied)("\n".join(lines))
+        return (NodeLost if lost else RankDied)("\n".join([*lines, *_error_lines(where, outcome)]))
+
+    def lost_behind(self, where: str, call: int, outcome: Outcome) -> NodeLost | None:
+        """The node that is behind broken connections or a hang, if ranks without an answer are on one that takes none:
+        Ray itself reports their deaths much later.
+        """
+        if not all(isinstance(unwrapped(error, ""), P2PError) for _, error in outcome.errors):
+            return None
+        reasons = dict.fromkeys(outcome.late, "its raylet takes no connections")
+        lost = self._lost_nodes(reasons)
+        if not lost:
+            return None
+        lines = self._node_lines(where, lost, reasons, self.signs(call, outcome.late))
+        return NodeLost("\n".join([*lines, *_error_lines(where, outcome)]))
 
     def hang(self, where: str, outcome: Outcome, lookout: Lookout, last_call: str) -> RankHung:
         """Of a call whose ranks do not go on."""
@@ -113,17 +120,27 @@ class RankWatch:
             return Home("not placed yet", 0)
         return Home(self.places[rank].host, self.places[rank].pid)
 
-    def _lost_nodes(self, dead: Mapping[int, str]) -> dict[str, list[int]]:
-        """Node id -> its dead ranks, of nodes that are gone."""
+    def _node_lines(
+        self, where: str, lost: Mapping[str, list[int]], reasons: Mapping[int, str], signs: Mapping[int, Sign]
+    ) -> list[str]:
+        lines: list[str] = []
+        for numbers in lost.values():
+            host = f"{self.places[numbers[0]].host} ({self.places[numbers[0]].ip})"
+            lines.append(f"{where}: {node_line(host, numbers, reasons[numbers[0]], signs)}")
+        return lines
+
+    def _lost_nodes(self, reasons: Mapping[int, str]) -> dict[str, list[int]]:
+        """Node id -> its ranks among those given, of nodes that are gone. reasons: rank -> Ray's words."""
         alive = ray_runtime.live_nodes()
+        by_node: dict[str, list[int]] = {}
+        for rank in sorted(reasons):
+            if rank < len(self.places):
+                by_node.setdefault(self.places[rank].node_id, []).append(rank)
         lost: dict[str, list[int]] = {}
-        for rank in sorted(dead):
-            if rank >= len(self.places):
-                continue
-            node = self.places[rank].node_id
-            said = any(words in dead[rank] for words in NODE_DIED)
+        for node, numbers in list(by_node.items())[:MOST_PROBED]:
+            said = any(words in reasons[rank] for words in NODE_DIED for rank in numbers)
             if said or (alive is not None and not (node in alive and _answers(alive[node]))):
-                lost.setdefault(node, []).append(rank)
+                lost[node] = numbers
         return lost
 
     def _probe(self, numbers: Collection[int], stacks: bool) -> dict[int, Probe]:
@@ -151,6 +168,11 @@ class RankWatch:
                 # A node that is gone cannot be asked; its ranks are named without a probe.
                 continue
         return found
+
+
+def _error_lines(where: str, outcome: Outcome) -> list[str]:
+    causes = [(rank, unwrapped(error, "")) for rank, error in outcome.errors]
+    return [f"{where}: rank {rank} failed: {type(cause).__name__}: {cause}" for rank, cause in causes]
 
 
 def _probe_all(looked: Sequence[Looked]) -> list[Probe]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.observe.beat import beat, is_unwatched, last_beat
+from megatron_rl.observe.beat import beat, is_unwatched, last_beat, threads_count
 from megatron_rl.observe.log import last_line
 
 MOST_FRAMES = 40
@@ -137,7 +137,8 @@ class Watchdog:
     def _sign(self, watch: Watch, since: float, told: int) -> Sign:
         last, now = last_beat(), time.monotonic()
         if is_unwatched() and last.number == told:
-            beat(last.what)
+            with threads_count():
+                beat(last.what)
             last = last_beat()
         self._tick += 1
         sign = Sign(watch.call, self._tick, last.number, last.what, now - last.at, last_line(), self._oom_kills())

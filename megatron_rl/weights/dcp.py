@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.observe.beat import beat
 from megatron_rl.types import FileMark
 from megatron_rl.weights.marked_files import MarkedFile, naming, write_file
 
@@ -67,6 +68,7 @@ def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[WrittenChunk
             first = file.tell()
             try:
                 # A copy: torch.save writes the whole memory that a view is of.
+                beat(f"write of {chunk.name}")
                 torch.save(chunk.tensor.clone(), file)
             except RuntimeError:
                 if file.failure is None:
@@ -135,6 +137,7 @@ class SavedTensors:
             path = self.folder / name
             with naming(path, "read"), open(path, "rb") as file:
                 for index, items in of_file.items():
+                    beat(f"read of {index.fqn}")
                     info = self._metadata.storage_data[index]
                     file.seek(info.offset)
                     _fill(path, file.read(info.length), items)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.observe.beat import beat
 from megatron_rl.types import FileMark
 
 _PIECE = 16 << 20
@@ -57,6 +58,7 @@ def mark_of(path: Path) -> FileMark:
     crc32, buffer = 0, bytearray(_PIECE)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
+            beat(f"checksum of {path.name}")
             crc32 = zlib.crc32(memoryview(buffer)[:count], crc32)
         return FileMark(file.tell(), crc32)
 

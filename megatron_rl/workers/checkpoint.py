@@ -24,6 +24,7 @@ from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.checkpoint import SCALARS, WEIGHTS, SavedState, generators, set_generators
 from megatron_rl.messages import first_of
+from megatron_rl.observe.beat import threads_count
 from megatron_rl.parallel.collectives import gathered, gathered_by_first
 from megatron_rl.types import FileMark
 from megatron_rl.weights.dcp import (
@@ -138,7 +139,8 @@ class StateFiles:
         marks: Marks = {}
         faults: list[str] = []
         try:
-            written, marks = future.result()
+            with threads_count():
+                written, marks = future.result()
         except CheckpointError as error:
             faults.append(f"rank {self._rank}: {error}")
         refuse(faults)
