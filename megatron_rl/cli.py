@@ -133,7 +133,9 @@ def _dashed_keys(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> s
 def _print_refusal(verb: str, error: MegatronRLError, files: Sequence[str], as_json: bool) -> None:
     if isinstance(error, ConfigError) and as_json:
         print(json.dumps({"ok": False, "faults": [asdict(fault) for fault in error.faults]}, indent=2, default=str))
-    print(f"megatron-rl {verb}: {error}", file=sys.stderr)
+    # Notes of several lines are tracebacks of ranks.
+    notes = [note for note in vars(error).get("__notes__", []) if "\n" not in note]
+    print("\n".join([f"megatron-rl {verb}: {error}", *notes]), file=sys.stderr)
     if isinstance(error, ConfigError):
         print("".join(_sources_of_missing_files(error.faults, files)), end="", file=sys.stderr)
 

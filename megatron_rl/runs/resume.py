@@ -96,6 +96,18 @@ def look(cfg: RunConfig, broken: Mapping[Path, str] | None = None) -> Start:
     return _from_path(cfg, path, broken)
 
 
+def look_again(cfg: RunConfig, broken: Mapping[Path, str]) -> Start:
+    """How a run goes on after its workers were lost, in the folder that it holds: from the newest checkpoint there, or
+    as it began. cfg: with the name of that folder.
+    """
+    there = newest(Path(cfg.trainer.run_dir), broken)
+    if there.checkpoint is not None:
+        return Start(cfg, there.checkpoint, in_place=True, lines=_lines(there, []))
+    if cfg.trainer.resume_mode in ("auto", "disable"):
+        return Start(cfg, lines=(*_passed_over(there), "beginning again from step 1: there is no checkpoint yet"))
+    return _from_path(cfg, Path(cfg.trainer.resume_mode), broken)
+
+
 def _in_own_folder(cfg: RunConfig, broken: Mapping[Path, str] | None) -> Start:
     """Going on in the run's folder (trainer.overwrite=number: in the last numbered one)."""
     folder = Path(cfg.trainer.run_dir)
@@ -150,9 +162,13 @@ def _compared(cfg: RunConfig, checkpoint: Checkpoint) -> list[Difference]:
     return unlike
 
 
+def _passed_over(there: Newest) -> tuple[str, ...]:
+    return tuple(f"passed over a broken checkpoint: {reason}" for reason in there.passed_over)
+
+
 def _lines(there: Newest, unlike: list[Difference]) -> tuple[str, ...]:
     assert there.checkpoint is not None
-    broken = tuple(f"passed over a broken checkpoint: {reason}" for reason in there.passed_over)
+    broken = _passed_over(there)
     changed = tuple(f"  {one}" + ("" if one.is_free else " (trainer.resume_changes)") for one in unlike)
     return (*broken, f"going on after step {there.checkpoint.step}, from {there.checkpoint.path}", *changed)
 

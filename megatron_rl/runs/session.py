@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Generic
 
 from megatron_rl.cluster import stop
+from megatron_rl.cluster.nodes_return import wait_for_nodes
 from megatron_rl.cluster.stop import Stopped
 from megatron_rl.config.checks.folders import ROOT_KEY
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import batch_table, format_table, layout_table
-from megatron_rl.errors import BrokenCheckpoint, ClusterError, ConfigError, DataError, Fault, MissingDependency
+from megatron_rl.errors import BrokenCheckpoint, ClusterError, ConfigError, DataError, Fault, MegatronRLError, MissingDependency, P2PError
 from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.curves import plot_curves
@@ -26,9 +27,11 @@ from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record, versions
 from megatron_rl.runs import resume
 from megatron_rl.runs.checkpoints import FORMAT, Checkpoints, step_of
+from megatron_rl.runs.closing import closing, failure_of
 from megatron_rl.runs.files import RunFiles, sample_lines
 from megatron_rl.runs.folder import RunFolder, claim, remove_run, remove_unfinished
 from megatron_rl.runs.loop import Loop, LoopTrainer, OneStep, StepT, synchronous
+from megatron_rl.runs.restarts import Restarts
 from megatron_rl.runs.resume import VALIDATED, Row, Start
 from megatron_rl.runs.state import RunState
 from megatron_rl.runs.time_limit import TimeLimit
@@ -54,13 +57,14 @@ def run(
     setup_logging("controller")
     record = run_record()
     progress = Progress()
+    restarts = Restarts(cfg.trainer, progress.say, lambda: wait_for_nodes(cfg.cluster, progress.say))
     broken: dict[Path, str] = {}
     with stop.signals(STOPPING):
         while True:
             start, folder = _claimed(cfg, broken)
             with folder:
                 try:
-                    _run(RunInFolder(start.cfg, folder, make_trainer, loop, progress, record), start)
+                    _run(RunInFolder(start.cfg, folder, make_trainer, loop, progress, record, restarts), start)
                     return
                 except BrokenCheckpoint as error:
                     # Only the ranks look at checksums, each at its share.
@@ -95,6 +99,7 @@ class RunInFolder(Generic[StepT]):
     progress: Progress
     record: Mapping[str, object]
     """What run.json shall hold of this start."""
+    restarts: Restarts
 
 
 def _run(run: RunInFolder[StepT], start: Start) -> None:
@@ -106,17 +111,38 @@ def _run(run: RunInFolder[StepT], start: Start) -> None:
     progress.say(format_table(batch_table(cfg)))
     progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
     require_sinks(cfg.trainer.logger)
-    attempt(run, start)
+    _attempts(run, start)
     _draw_curves(cfg, folder)
     progress.say(f"run folder: {folder} (config.yaml, run.json, metrics.jsonl, rollouts.jsonl, curves.png, final/)")
 
 
+def _attempts(run: RunInFolder[StepT], start: Start) -> None:
+    """As many lives of a trainer as it takes (trainer.max_restarts)."""
+    broken: dict[Path, str] = {}
+    while True:
+        try:
+            attempt(run, start)
+            return
+        except BrokenCheckpoint as error:
+            if run.restarts.count == 0 or start.checkpoint is None:
+                raise
+            broken[start.checkpoint.path] = str(error)
+        except MegatronRLError as error:
+            run.restarts.take(error)
+        # Outside of the handlers: the error holds the trainer, and all that was built with it.
+        run.restarts.wait()
+        if run.folder.is_begun:
+            start = resume.look_again(run.cfg, broken)
+        for line in start.lines:
+            run.progress.say(line)
+
+
 def attempt(run: RunInFolder[StepT], start: Start) -> None:
     """One life of a trainer: built, started, trained to the end of the run, closed. After an error the next attempt
-    builds a fresh one in the same folder; resume.look says from where.
+    builds a fresh one in the same folder; resume.look_again says from where.
     """
     trainer = run.make_trainer(run.cfg)
-    try:
+    with closing("the workers", trainer.close):
         life = _Life(run, trainer, start)
         try:
             with run.progress.phase("load data, start workers"):
@@ -126,8 +152,6 @@ def attempt(run: RunInFolder[StepT], start: Start) -> None:
             life.train()
         except KeyboardInterrupt as interrupt:
             raise life.stopped() from interrupt
-    finally:
-        trainer.close()
 
 
 class _Life(Generic[StepT]):
@@ -136,7 +160,7 @@ class _Life(Generic[StepT]):
     def __init__(self, run: RunInFolder[StepT], trainer: LoopTrainer[StepT], start: Start) -> None:
         """The run's parts go on from the start's checkpoint, if it has one; the models do once the trainer starts."""
         cfg = self._cfg = run.cfg
-        self._record, self._loop, self._from = run.record, run.loop, start
+        self._record, self._loop, self._from, self._restarts = run.record, run.loop, start, run.restarts
         self._trainer, self._folder, self._progress = trainer, run.folder, run.progress
         self._files = RunFiles(run.folder.path, cfg)
         self._checkpoints = Checkpoints(run.folder.path, cfg.checkpoint, trainer, run.progress.say)
@@ -204,11 +228,10 @@ class _Life(Generic[StepT]):
 
     def _keep_what_is_under_way(self, error: Exception) -> None:
         """Let a checkpoint that is under way become whole, where the ranks still answer."""
-        if isinstance(error, ClusterError):
+        if isinstance(error, ClusterError | P2PError):
             return
-        try:
-            self._checkpoints.finish()
-        except ClusterError as further:
+        further = failure_of(self._checkpoints.finish)
+        if further is not None:
             error.add_note(f"the checkpoint under way is lost: {further}")
 
     def _validates_first(self) -> bool:
@@ -338,6 +361,7 @@ class _Life(Generic[StepT]):
         with stop.held():
             self._files.write_samples(step, row.samples)
             self._note_validation(step, metrics, found)
+        self._restarts.step_done(step)
         self._limit.note_step(time.perf_counter() - began)
         self._limit.note_save("checkpoint", self._checkpoints.longest_s)
         return last

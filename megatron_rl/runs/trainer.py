@@ -12,6 +12,7 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.errors import BrokenCheckpoint
 from megatron_rl.flow.run import PartialRun
 from megatron_rl.messages import first_of
+from megatron_rl.runs.closing import failure_of
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.metrics import Metrics, StepSummary, readers, time_metrics, wall_seconds
 from megatron_rl.runs.state import Stateful, stateful_parts
@@ -96,8 +97,10 @@ class Trainer:
                 parts.rewards.start_models()
             if cfg.needs.rollouts:
                 parts.sampler.start(workers.engines, renderer)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            further = failure_of(self.close)
+            if further is not None:
+                error.add_note(f"what was started could not be closed either: {further}")
             raise
         return self
 

@@ -18,6 +18,7 @@ from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
 from megatron_rl.runs import session
 from megatron_rl.runs.before import inspect, require_weights
+from megatron_rl.runs.closing import closing
 from megatron_rl.runs.files import RECORD_FILE
 from megatron_rl.runs.loop import synchronous
 from megatron_rl.runs.loop_async import asynchronous
@@ -50,12 +51,10 @@ def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
     progress = Progress()
     with kept_clean():
         trainer = Trainer(cfg)
-        try:
+        with closing("the workers", trainer.close):
             with progress.phase("load data, start workers"):
                 trainer.start()
             validation = trainer.validate(0)
-        finally:
-            trainer.close()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(cfg), encoding="utf-8")
     for name, content in ((RECORD_FILE, run_record()), ("metrics.json", validation.metrics)):
@@ -96,9 +95,6 @@ def export(cfg: RunConfig, out: str) -> None:
     progress = Progress()
     with progress.phase("start workers"):
         workers = start_workers(cfg, optimizer_steps=1, with_engine=False)
-    try:
-        with progress.phase(f"write {out}"):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            workers.train.rank0(TrainWorker.save, "actor", out)
-    finally:
-        workers.close()
+    with closing("the workers", workers.close), progress.phase(f"write {out}"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        workers.train.rank0(TrainWorker.save, "actor", out)

@@ -61,8 +61,9 @@ def best_metric(cfg: RunConfig) -> list[Fault]:
     ]
 
 
-def not_offered_yet(cfg: RunConfig) -> list[Fault]:
-    """Keys whose work is not done yet are refused, not passed over."""
-    if cfg.trainer.max_restarts == 0:
+def restarts(cfg: RunConfig) -> list[Fault]:
+    """What a restart builds again are processes of the workers' own."""
+    if cfg.trainer.max_restarts == 0 or cfg.cluster.backend == "ray":
         return []
-    return [Fault("trainer.max_restarts", cfg.trainer.max_restarts, "restarts are not offered yet", "leave it out")]
+    reason = "has no effect with cluster.backend=inline: the worker is in the process that would start it again"
+    return [Fault("trainer.max_restarts", cfg.trainer.max_restarts, reason, "set it to 0, or cluster.backend=ray")]

@@ -87,7 +87,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(checkpoint.best_metric, ("train",)),
     Check(checkpoint.resume_path, ("train",)),
     Check(checkpoint.resume_changes, ("train",)),
-    Check(checkpoint.not_offered_yet, ("train",)),
+    Check(checkpoint.restarts, ("train",)),
     Check(model.unused_reference),
     Check(schedule.decay_after_warmup),
     Check(schedule.warmup_ends),

@@ -43,3 +43,9 @@ def test_a_best_metric_of_a_validation_that_never_is_is_refused(tmp_path: Path) 
 def test_defaults(tmp_path: Path) -> None:
     cfg = load(tmp_path)
     assert (cfg.trainer.resume_mode, cfg.checkpoint.freq, cfg.checkpoint.keep_last) == ("auto", None, 2)
+
+
+def test_restarts_need_workers_in_processes_of_their_own(tmp_path: Path) -> None:
+    assert load(tmp_path, "trainer.max_restarts=2").trainer.max_restarts == 2
+    fault = only_fault(tmp_path, "trainer.max_restarts=2", "cluster.backend=inline")
+    assert fault.key == "trainer.max_restarts" and "cluster.backend=inline" in fault.reason
