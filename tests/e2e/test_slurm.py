@@ -377,20 +377,34 @@ def test_under_slurm_a_run_over_two_nodes_outlives_its_time_limit(cluster: Slurm
     settings = ["cluster.nnodes=2", "data.train_batch_size=512", "actor.optim.lr_warmup_steps=5"]
     length = ["trainer.total_training_steps=200", "trainer.target_loss=null", "trainer.test_freq=0"]
     job = cluster.sbatch(
-        # Slurm looks every 30 s: the signal comes 60 to 90 s before the end, after the first steps and before the last.
-        *("--time=3", "--signal=B:USR1@60", "launch/slurm.sbatch", "configs/sft-add2-1n1g.yaml", *settings, *length),
+        *("--time=60", "--signal=B:USR1@90", "launch/slurm.sbatch", "configs/sft-add2-1n1g.yaml", *settings, *length),
         cwd=checkout,
         env={"PYTHON": sys.executable},
     )
-    end = cluster.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 900)
-    out = (checkout / f"slurm-{job}.out").read_text()
-    assert (end["JobState"], end["ExitCode"]) == ("COMPLETED", "0:0"), out
-    assert int(end["Restarts"]) >= 1, out
+    metrics = checkout / "runs/quickstart/sft/metrics.jsonl"
+    wait_until(lambda: len(trained_steps(metrics)) >= 2, f"no step: {job_words(checkout)}", 300)
+    # The limit comes near while the run trains: Slurm, which looks every 30 s, sends its signal.
+    minutes = int(cluster.job(job)["RunTime"].split(":")[1]) + 2
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1", "the job is not queued again", 180)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    end = cluster.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 600)
+    out = job_words(checkout)
+    assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "1"), out
     assert "SIGUSR1: asking the run to save and end" in out
-    lines = (checkout / "runs/quickstart/sft/metrics.jsonl").read_text().splitlines()
-    steps = [row["step"] for row in map(json.loads, lines) if "train/loss" in row]
-    assert steps == list(range(1, 201))
-    # Each node had a rank.
-    assert "2 nodes" in out
-    assert not cluster.processes()
-    assert not list(Path("/tmp").glob(f"rl-slurm-{job}-*"))
+    assert trained_steps(metrics) == list(range(1, 201))
+    # A rank a node, in both starts.
+    assert len(re.findall(r"^0 +n1 +10.77.0.1 ", out, re.MULTILINE)) == 2, out
+    assert len(re.findall(r"^1 +n2 +10.77.0.2 ", out, re.MULTILINE)) == 2, out
+    wait_until(lambda: not cluster.processes(), f"left on the nodes: {cluster.processes()}")
+
+
+def trained_steps(metrics: Path) -> list[int]:
+    """The steps whose loss a run has written so far."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    return [row["step"] for row in map(json.loads, lines) if "sft/loss" in row]
+
+
+def job_words(checkout: Path) -> str:
+    """What the jobs of a checkout have said."""
+    return "\n".join(path.read_text() for path in sorted(checkout.glob("slurm-*.out")))
