@@ -175,7 +175,7 @@ class RayBackend:
         for place in self._places:
             with suppress(psutil.NoSuchProcess):
                 self._local += [psutil.Process(place.pid)] if place.node_id == here else []
-        if self._facts:
+        if self._facts or self.world > 1:
             logger.info("ranks of %s\n%s", self._name, self._table())
         own = self._rank_environments(device)
         folder = None if in_copied_folder(os.environ) else os.getcwd()
@@ -219,9 +219,10 @@ class RayBackend:
     def _table(self) -> str:
         rows: list[tuple[str, ...]] = []
         for rank, place in enumerate(self._places):
-            fact = self._facts[place.node_id]
+            fact = self._facts.get(place.node_id)
+            host, ip = (os.uname().nodename, place.ip) if fact is None else (fact.host, fact.address.ip)
             gpu = "-" if place.gpu_index < 0 else str(place.gpu_index)
-            rows.append((fact.host, fact.address.ip, gpu, self._names[rank] if self._names else ""))
+            rows.append((host, ip, gpu, self._names[rank] if self._names else ""))
         return placement_table(rows)
 
     def _on_ranks(
