@@ -227,7 +227,9 @@ def measure(prompts: int, n: int, tokens: int, dp: int) -> Report:
     """One step of `prompts` prompts, n samples each of at most `tokens` tokens, on dp ranks."""
     traffic, seconds = Traffic(), dict[str, float]()
 
-    def start_group(worker_cls: type, args: Sequence[object], cluster: object, grid: RankGrid, device: str) -> Any:
+    def start_group(
+        worker_cls: type, args: Sequence[object], cluster: object, grid: RankGrid, device: str, check: object
+    ) -> Any:
         return WorkerGroup(worker_cls, Ranks(grid, traffic, tokens), grid, 60.0)
 
     def timed(name: str, fn: Callable[..., object]) -> Callable[..., object]:
