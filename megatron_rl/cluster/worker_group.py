@@ -109,7 +109,8 @@ class WorkerGroup:
     def _call(self, method: Callable[..., ResultT], calls: Sequence[Call], ranks: Sequence[int]) -> list[ResultT]:
         """Call the method everywhere; the results of `ranks`, in that order."""
         path = method_path(self._worker_cls, method)
-        keep = [rank in ranks for rank in range(self._grid.world)]
+        wanted = set(ranks)
+        keep = [rank in wanted for rank in range(self._grid.world)]
         with self._lock:
             start = time.perf_counter()
             answers = self._backend.call(path, calls, keep, self._timeout_s)
