@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.cluster.addresses import ray_address
 from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.surroundings import surroundings_faults
+from megatron_rl.config.checks.checkpoint import CHECKPOINTS
 from megatron_rl.config.checks.folders import nearest_folder, run_folder
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
@@ -25,15 +26,18 @@ GPU_CURE = "run `pip install -e .[gpu]`"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def preflight(cfg: RunConfig, needs_rollout: bool) -> None:
+def preflight(cfg: RunConfig, needs_rollout: bool, trains: bool = True) -> None:
     """Raise ConfigError with every reason why the run cannot start on this machine.
 
-    needs_rollout: whether the algorithm generates (SFT does not), and so needs rollout.name's package.
+    needs_rollout: whether the algorithm generates (SFT does not), and so needs rollout.name's package. trains: whether
+    models and checkpoints are kept in the run's folder.
     """
     faults = package_faults(cfg, needs_rollout)
     if find_spec("torch") is not None:
         faults += device_faults(cfg)
-    faults += node_faults(cfg) + core_faults(cfg) + folder_faults(cfg) + port_faults(cfg) + surroundings_faults(cfg)
+    faults += (
+        node_faults(cfg) + core_faults(cfg) + folder_faults(cfg, trains) + port_faults(cfg) + surroundings_faults(cfg)
+    )
     if faults:
         raise ConfigError(faults)
 
@@ -119,21 +123,49 @@ def core_faults(cfg: RunConfig) -> list[Fault]:
     return [Fault("cluster.num_cpus_per_rank", share, reason, f"write {_floor(cores / ranks):g} or less")]
 
 
-def folder_faults(cfg: RunConfig) -> list[Fault]:
-    """A run folder that cannot be made, or whose disk is too small for one save."""
+def folder_faults(cfg: RunConfig, trains: bool) -> list[Fault]:
+    """A run folder that cannot be made, or whose disk is too small for the models and checkpoints that are kept."""
     faults = run_folder(cfg)
-    if faults:
+    if faults or not trains:
         return faults
     parent = nearest_folder(Path(cfg.trainer.run_dir))
     size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype)
     # The old save stays until the new one is complete.
-    need = 2 * size if cfg.trainer.save_freq > 0 else size
+    saves = 2 * size if cfg.trainer.save_freq > 0 else size
+    count, each = most_checkpoints(cfg), checkpoint_bytes(cfg)
+    # A run that goes on has some of them already.
+    there = sum(file.stat().st_size for file in (Path(cfg.trainer.run_dir) / CHECKPOINTS).glob("step_*/*/*"))
+    checkpoints = max(count * each - there, 0)
     free = shutil.disk_usage(parent).free
-    if free >= need:
+    if free >= saves + checkpoints:
         return []
-    reason = f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {need / 2**30:.2f} GiB"
+    reason = f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {saves / 2**30:.2f} GiB"
     cure = "name a folder on a larger disk, or free some space"
+    if checkpoints:
+        reason += f"; {count} checkpoints of {each / 2**30:.2f} GiB at once take {checkpoints / 2**30:.2f} GiB more"
+        cure += ", or keep fewer (checkpoint.keep_last)"
     return [Fault("trainer.default_local_dir", cfg.trainer.default_local_dir, reason, cure)]
+
+
+def most_checkpoints(cfg: RunConfig) -> int:
+    """How many lie on the disk at once: those that are kept, and a new one until the oldest goes.
+
+    The one that a stopped run writes is not counted if no others are: without room for it the run ends without it. If
+    all are kept, two are counted.
+    """
+    if cfg.checkpoint_freq == 0:
+        return 0
+    steps = cfg.trainer.total_training_steps
+    kept = (cfg.checkpoint.keep_last or 1) + (1 if cfg.checkpoint.keep_best else 0) + 1
+    return kept if steps is None else min(kept, -(-steps // cfg.checkpoint_freq))
+
+
+def checkpoint_bytes(cfg: RunConfig) -> int:
+    """Of one checkpoint: a weight and two moments in float32 for each parameter of actor and critic."""
+    paths = [cfg.model.path]
+    if cfg.needs.critic and not cfg.critic.share_backbone:
+        paths.append(cfg.critic.path or cfg.model.path)
+    return sum(3 * save_bytes(path, "float32") for path in paths)
 
 
 def save_bytes(model_dir: str, dtype: str) -> int:

@@ -51,7 +51,7 @@ def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
     """
     folder = _free_folder(f"{cfg.trainer.run_dir}-eval") if out is None else new_folder(out)
     cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
-    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=False)
     require_weights(cfg, needs_rewards=cfg.needs.rewards)
     progress = Progress()
     with kept_clean():
@@ -81,7 +81,7 @@ def check_nodes_alone(cfg: RunConfig, tell: Callable[[str], None]) -> None:
     if cfg.cluster.backend == "inline":
         reason = "has no nodes: its one rank is in the controller"
         raise ConfigError([Fault("cluster.backend", "inline", reason, "leave --cluster out, or use ray")])
-    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=False)
     with kept_clean(), ray_runtime.joined(cfg.cluster):
         device = ray_runtime.workers_device(cfg.cluster, cfg.cluster.device)
         check = replace(node_check(cfg, tell), links=cfg.world_size > 1 and cfg.cluster.check_links is not False)
@@ -109,7 +109,7 @@ def export(cfg: RunConfig, out: str) -> None:
     Raises CheckpointError where `out` holds other files, or cannot be made: an export never mixes with what was there.
     """
     folder = new_folder(out)
-    preflight(cfg, needs_rollout=False)
+    preflight(cfg, needs_rollout=False, trains=False)
     require_weights(cfg, needs_rewards=False)
     progress = Progress()
     with progress.phase("start workers"):

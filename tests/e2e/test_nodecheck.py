@@ -37,6 +37,8 @@ def settings(folder: Path) -> list[str]:
         "model.init=random",
         f"data.train_files={folder}/sft_train.parquet",
         "algorithm.name=sft",
+        "data.max_prompt_length=16",
+        "data.max_response_length=16",
         "cluster.device=cpu",
         f"trainer.default_local_dir={folder}/runs",
     ]
