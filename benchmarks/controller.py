@@ -233,7 +233,8 @@ def config(folder: Path, prompts: int, n: int, tokens: int, dp: int) -> RunConfi
             f"data.max_response_length={tokens}", f"data.train_batch_size={prompts}", f"rollout.n={n}",
             f"actor.ppo_mini_batch_size={prompts // NUM_MINI_BATCHES}", "actor.use_kl_loss=true",
             f"actor.max_tokens_per_gpu={max(16384, 2 * tokens)}", "reward.function=exact_match",
-            f"cluster.n_gpus_per_node={min(dp, 8)}", f"cluster.nnodes={max(dp // 8, 1)}",
+            # One node: over several the reward processes would be Ray actors, which have no stand-in here.
+            f"cluster.n_gpus_per_node={dp}",
             "algorithm.name=grpo", "trainer.total_training_steps=1", "rollout.share_weights=false",
         ],
     )  # fmt: skip
