@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.cluster.addresses import ray_address
 from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.surroundings import surroundings_faults
-from megatron_rl.config.checks.checkpoint import CHECKPOINTS
+from megatron_rl.config.checks.checkpoint import CHECKPOINT, CHECKPOINTS
 from megatron_rl.config.checks.folders import nearest_folder, run_folder
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
@@ -26,11 +26,11 @@ GPU_CURE = "run `pip install -e .[gpu]`"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def preflight(cfg: RunConfig, needs_rollout: bool, trains: bool = True) -> None:
+def preflight(cfg: RunConfig, needs_rollout: bool, trains: bool = False) -> None:
     """Raise ConfigError with every reason why the run cannot start on this machine.
 
     needs_rollout: whether the algorithm generates (SFT does not), and so needs rollout.name's package. trains: whether
-    models and checkpoints are kept in the run's folder.
+    checkpoints may be written.
     """
     faults = package_faults(cfg, needs_rollout)
     if find_spec("torch") is not None:
@@ -123,49 +123,50 @@ def core_faults(cfg: RunConfig) -> list[Fault]:
     return [Fault("cluster.num_cpus_per_rank", share, reason, f"write {_floor(cores / ranks):g} or less")]
 
 
-def folder_faults(cfg: RunConfig, trains: bool) -> list[Fault]:
-    """A run folder that cannot be made, or whose disk is too small for the models and checkpoints that are kept."""
+def folder_faults(cfg: RunConfig, trains: bool = False) -> list[Fault]:
+    """A run folder that cannot be made, or whose disk is too small for a save and, if the run trains, checkpoints."""
     faults = run_folder(cfg)
-    if faults or not trains:
+    if faults:
         return faults
     parent = nearest_folder(Path(cfg.trainer.run_dir))
     size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype)
     # The old save stays until the new one is complete.
-    saves = 2 * size if cfg.trainer.save_freq > 0 else size
-    count, each = most_checkpoints(cfg), checkpoint_bytes(cfg)
-    # A run that goes on has some of them already.
-    there = sum(file.stat().st_size for file in (Path(cfg.trainer.run_dir) / CHECKPOINTS).glob("step_*/*/*"))
-    checkpoints = max(count * each - there, 0)
+    need = 2 * size if cfg.trainer.save_freq > 0 else size
     free = shutil.disk_usage(parent).free
-    if free >= saves + checkpoints:
+    count = checkpoints_to_come(cfg) if trains else 0
+    all_checkpoints = count * checkpoint_bytes(cfg)
+    if free >= need + all_checkpoints:
         return []
-    reason = f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {saves / 2**30:.2f} GiB"
+    reason = f"{parent} has {free / 2**30:.2f} GiB free, and saving the model takes about {need / 2**30:.2f} GiB"
     cure = "name a folder on a larger disk, or free some space"
-    if checkpoints:
-        reason += f"; {count} checkpoints of {each / 2**30:.2f} GiB at once take {checkpoints / 2**30:.2f} GiB more"
-        cure += ", or keep fewer (checkpoint.keep_last)"
+    if all_checkpoints:
+        reason += f", {count} checkpoint{'s' if count > 1 else ''} with the optimizer {all_checkpoints / 2**30:.2f} GiB"
+        cure += "; checkpoint.keep_last keeps fewer, checkpoint.freq=0 writes none"
     return [Fault("trainer.default_local_dir", cfg.trainer.default_local_dir, reason, cure)]
 
 
-def most_checkpoints(cfg: RunConfig) -> int:
-    """How many lie on the disk at once: those that are kept, and a new one until the oldest goes.
+def checkpoints_to_come(cfg: RunConfig) -> int:
+    """Checkpoints that the run's folder will have at once, beside those that are there already; at least 1.
 
-    The one that a stopped run writes is not counted if no others are: without room for it the run ends without it. If
-    all are kept, two are counted.
+    One more than are kept, since an old one stays until the new one is complete. 0 if none are written.
     """
-    if cfg.checkpoint_freq == 0:
+    checkpoint = cfg.checkpoint
+    if checkpoint.freq == 0:
         return 0
-    steps = cfg.trainer.total_training_steps
-    kept = (cfg.checkpoint.keep_last or 1) + (1 if cfg.checkpoint.keep_best else 0) + 1
-    return kept if steps is None else min(kept, -(-steps // cfg.checkpoint_freq))
+    most = 1
+    if cfg.checkpoint_freq:
+        most = 1 + (checkpoint.keep_last or 1) + (checkpoint.keep_best is not None)
+    folder = Path(cfg.trainer.run_dir) / CHECKPOINTS
+    there = sum(bool(CHECKPOINT.fullmatch(path.name)) for path in folder.iterdir()) if folder.is_dir() else 0
+    return max(most - there, 1)
 
 
 def checkpoint_bytes(cfg: RunConfig) -> int:
-    """Of one checkpoint: a weight and two moments in float32 for each parameter of actor and critic."""
-    paths = [cfg.model.path]
-    if cfg.needs.critic and not cfg.critic.share_backbone:
-        paths.append(cfg.critic.path or cfg.model.path)
-    return sum(3 * save_bytes(path, "float32") for path in paths)
+    """Bytes of one checkpoint: float32 weights and AdamW's two means of each trained model. 0 as for save_bytes."""
+    size = 3 * save_bytes(cfg.model.path, "float32")
+    if cfg.critic.enable and not cfg.critic.share_backbone:
+        size += 3 * save_bytes(cfg.critic.path or cfg.model.path, "float32")
+    return size
 
 
 def save_bytes(model_dir: str, dtype: str) -> int:

@@ -215,7 +215,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run; a second start in the same folder continues the same W&B run."""
+    """A Weights & Biases run; a second start in the same folder continues the same W&B run.
+
+    W&B takes no step twice: those that the start before has written stay as they are.
+    """
 
     name = "wandb"
 
@@ -239,7 +242,10 @@ class WandbSink:
 
 
 class MlflowSink:
-    """An MLflow run at MLFLOW_TRACKING_URI; a second start in the same folder continues the same MLflow run."""
+    """An MLflow run at MLFLOW_TRACKING_URI; a second start in the same folder continues the same MLflow run.
+
+    MLflow keeps every value that a metric was given: steps that the start before has written are not written again.
+    """
 
     name = "mlflow"
 
@@ -248,15 +254,23 @@ class MlflowSink:
         self.errors = (OSError, self._mlflow.MlflowException)
         self._mlflow.set_experiment(project)
         kept = folder / "mlflow_id"
+        self._written = -1
+        """Newest step of the start before."""
         if kept.exists():
-            self._mlflow.start_run(run_id=kept.read_text().strip())
+            run = self._mlflow.start_run(run_id=kept.read_text().strip())
+            client = self._mlflow.MlflowClient()
+            # Every step has this one, and a history costs a request.
+            for name in {"time/step"} & run.data.metrics.keys() or run.data.metrics:
+                history = client.get_metric_history(run.info.run_id, name)
+                self._written = max([self._written, *(int(one.step) for one in history)])
             return
         run = self._mlflow.start_run(run_name=experiment)
         kept.write_text(run.info.run_id)
         self._mlflow.log_dict(dict(settings), "config.json")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        if step > self._written:
+            self._mlflow.log_metrics(dict(metrics), step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -98,7 +98,7 @@ def inspect(cfg: RunConfig, color: bool | None = None) -> Findings:
     color: mark trained tokens in colour; by default where standard output is a terminal and NO_COLOR is not set.
     """
     findings = Findings()
-    _try(findings, lambda: preflight(cfg, needs_rollout=cfg.needs.rollouts))
+    _try(findings, lambda: preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=True))
     findings.faults += weight_faults(cfg, needs_rewards=cfg.needs.rewards)
     renderer = _try(findings, lambda: Renderer.from_config(cfg.model, cfg.data))
     if renderer is None:

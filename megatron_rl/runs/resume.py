@@ -13,7 +13,7 @@ from megatron_rl.config.changes import Difference, differences, refused
 from megatron_rl.config.checks.checkpoint import MODE_KEY, is_checkpoint
 from megatron_rl.config.load import to_dict
 from megatron_rl.config.run import RunConfig
-from megatron_rl.errors import BrokenCheckpoint, ConfigError, Fault
+from megatron_rl.errors import BrokenCheckpoint, CheckpointError, ConfigError, Fault
 from megatron_rl.observe.sinks import METRICS_FILE, row_of
 from megatron_rl.runs.checkpoints import Checkpoint, Newest, newest, read_checkpoint
 from megatron_rl.runs.folder import holds_run, numbered
@@ -137,6 +137,15 @@ def _from_path(cfg: RunConfig, path: Path, broken: Mapping[Path, str] | None) ->
         raise ConfigError([Fault(MODE_KEY, str(path), reason, "give another checkpoint or run")])
     in_place = _same(str(there.checkpoint.path.parent.parent), Path(cfg.trainer.run_dir))
     return Start(cfg, there.checkpoint, in_place, _lines(there, _compared(cfg, there.checkpoint)))
+
+
+def checkpoint_at(path: str) -> Checkpoint:
+    """The checkpoint at a path, or the newest one of the run there. Raises CheckpointError if there is none."""
+    there = _newest_at(Path(path), {})
+    if there.checkpoint is None:
+        reason = "; ".join(there.passed_over) or "it is neither a checkpoint nor a run with one"
+        raise CheckpointError(f"--checkpoint {path!r}: {reason} -- give RUN/checkpoints/step_... or the folder of a run")
+    return there.checkpoint
 
 
 def _newest_at(path: Path, broken: Mapping[Path, str]) -> Newest:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
-from megatron_rl.cluster import ray_runtime
-from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.janitor import kept_clean
-from megatron_rl.cluster.nodecheck_run import Idle, node_check
 from megatron_rl.cluster.preflight import preflight
-from megatron_rl.cluster.worker_group import start_group
 from megatron_rl.config.checks.folders import export_faults
 from megatron_rl.config.load import dump_yaml
 from megatron_rl.config.run import RunConfig
-from megatron_rl.errors import CheckpointError, ConfigError, Fault
+from megatron_rl.errors import CheckpointError
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
@@ -27,7 +22,8 @@ from megatron_rl.runs.closing import closing
 from megatron_rl.runs.files import RECORD_FILE
 from megatron_rl.runs.loop import synchronous
 from megatron_rl.runs.loop_async import asynchronous
-from megatron_rl.runs.trainer import Trainer
+from megatron_rl.runs.resume import checkpoint_at
+from megatron_rl.runs.trainer import Trainer, load_models
 from megatron_rl.trainers.placement import start_workers
 from megatron_rl.workers.train import TrainWorker
 
@@ -36,29 +32,32 @@ __all__ = ["evaluate", "export", "inspect", "train"]
 
 def train(cfg: RunConfig) -> None:
     """`megatron-rl train`. Checks the machine first; raises before any process starts where it cannot work."""
-    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=True)
     require_weights(cfg, needs_rewards=cfg.needs.rewards)
     with kept_clean():
         session.run(cfg, Trainer, synchronous if cfg.trainer.max_staleness is None else asynchronous)
 
 
-def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
+def evaluate(cfg: RunConfig, out: str | None = None, checkpoint: str | None = None) -> dict[str, float]:
     """`megatron-rl eval`: score the model in model.path on data.val_files, as training would; reads no training data.
+
+    checkpoint: score the model of that checkpoint, or of the newest one of that run, in place of model.path's weights.
 
     Leaves config.yaml, run.json, metrics.json and answers.jsonl (a sample a line; SFT: a row a line) in `out`, a new
     folder: <run folder>-eval where it is not given, or the first of <run folder>-eval-2, -3 ... that is not there.
     Prints and returns the metrics. Raises CheckpointError if `out` holds files.
     """
+    saved = None if checkpoint is None else checkpoint_at(checkpoint)
     folder = _free_folder(f"{cfg.trainer.run_dir}-eval") if out is None else new_folder(out)
     cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
-    preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=False)
+    preflight(cfg, needs_rollout=cfg.needs.rollouts)
     require_weights(cfg, needs_rewards=cfg.needs.rewards)
     progress = Progress()
     with kept_clean():
         trainer = Trainer(cfg)
         with closing("the workers", trainer.close):
             with progress.phase("load data, start workers"):
-                trainer.start()
+                trainer.start(saved)
             validation = trainer.validate(0)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(cfg), encoding="utf-8")
@@ -72,20 +71,6 @@ def evaluate(cfg: RunConfig, out: str | None = None) -> dict[str, float]:
         progress.say(f"  {name:<28}{value:.6g}")
     progress.say(f"answers and scores: {folder} (answers.jsonl, metrics.json, config.yaml, run.json)")
     return metrics
-
-
-def check_nodes_alone(cfg: RunConfig, tell: Callable[[str], None]) -> None:
-    """`megatron-rl check --cluster`: place the ranks of the run and look at their nodes and links, then end them. tell:
-    takes what was seen. Raises ConfigError and ClusterError with every fault.
-    """
-    if cfg.cluster.backend == "inline":
-        reason = "has no nodes: its one rank is in the controller"
-        raise ConfigError([Fault("cluster.backend", "inline", reason, "leave --cluster out, or use ray")])
-    preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=False)
-    with kept_clean(), ray_runtime.joined(cfg.cluster):
-        device = ray_runtime.workers_device(cfg.cluster, cfg.cluster.device)
-        check = replace(node_check(cfg, tell), links=cfg.world_size > 1 and cfg.cluster.check_links is not False)
-        start_group(Idle, (), cfg.cluster, RankGrid.flat(cfg.world_size), device, check=check).close()
 
 
 def new_folder(path: str) -> Path:
@@ -103,17 +88,23 @@ def _free_folder(path: str) -> Path:
     return next(folder for folder in map(Path, names) if not folder.exists())
 
 
-def export(cfg: RunConfig, out: str) -> None:
+def export(cfg: RunConfig, out: str, checkpoint: str | None = None) -> None:
     """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`.
 
+    checkpoint: the model of that checkpoint, or of the newest one of that run, in place of model.path's weights.
     Raises CheckpointError where `out` holds other files, or cannot be made: an export never mixes with what was there.
     """
     folder = new_folder(out)
-    preflight(cfg, needs_rollout=False, trains=False)
+    saved = None if checkpoint is None else checkpoint_at(checkpoint)
+    preflight(cfg, needs_rollout=False)
     require_weights(cfg, needs_rewards=False)
     progress = Progress()
     with progress.phase("start workers"):
         workers = start_workers(cfg, optimizer_steps=1, with_engine=False)
-    with closing("the workers", workers.close), progress.phase(f"write {out}"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        workers.train.rank0(TrainWorker.save, "actor", out)
+    with closing("the workers", workers.close):
+        if saved is not None:
+            with progress.phase(f"load {saved.path}"):
+                load_models(workers.train, saved)
+        with progress.phase(f"write {out}"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            workers.train.rank0(TrainWorker.save, "actor", out)
