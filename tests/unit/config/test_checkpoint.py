@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.durations import seconds_of
-from tests.helpers.config import load, only_fault
+from megatron_rl.config.load import load_config
+from megatron_rl.config.run import RunConfig
+from megatron_rl.errors import ConfigError
+from tests.helpers.config import load, make_model, only_fault, write
 
 
 @pytest.mark.parametrize(
@@ -49,3 +52,41 @@ def test_restarts_need_workers_in_processes_of_their_own(tmp_path: Path) -> None
     assert load(tmp_path, "trainer.max_restarts=2").trainer.max_restarts == 2
     fault = only_fault(tmp_path, "trainer.max_restarts=2", "cluster.backend=inline")
     assert fault.key == "trainer.max_restarts" and "cluster.backend=inline" in fault.reason
+
+
+VERL = [
+    "actor_rollout_ref.rollout.n=8",
+    "algorithm.adv_estimator=grpo",
+    "data.max_prompt_length=16",
+    "data.max_response_length=8",
+]
+
+
+def verl(folder: Path, *more: str) -> RunConfig:
+    make_model(folder / "model")
+    rows = write(folder / "rows.jsonl", "")
+    paths = [f"actor_rollout_ref.model.path={folder / 'model'}", f"data.train_files={rows}", f"data.val_files={rows}"]
+    return load_config([], [*VERL, *paths, *more])
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable"])
+def test_verls_modes_are_ours(tmp_path: Path, mode: str) -> None:
+    assert verl(tmp_path, f"trainer.resume_mode={mode}").trainer.resume_mode == mode
+    assert verl(tmp_path).trainer.resume_mode == "auto"
+
+
+def test_verls_path_to_go_on_from_is_the_mode_here(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a" / "checkpoints" / "step_000010"
+    folder.mkdir(parents=True)
+    for name in ("state.json", "manifest.json"):
+        (folder / name).write_text("{}")
+    given = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"]
+    assert verl(tmp_path, *given).trainer.resume_mode == str(folder)
+    with pytest.raises(ConfigError, match="is neither a checkpoint of megatron_rl nor a run"):
+        verl(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    assert verl(tmp_path, f"trainer.resume_from_path={folder}").trainer.resume_mode == "auto", "verl reads it so"
+
+
+def test_verls_numbers_of_saves_are_one(tmp_path: Path) -> None:
+    both = ["trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"]
+    assert verl(tmp_path, *both).checkpoint.keep_last == 3

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -147,3 +148,32 @@ def test_a_phase_that_fails_does_not_say_that_it_ended():
     with pytest.raises(KeyError), Progress(Console(file=out)).phase("loading"):
         raise KeyError("x")
     assert out.getvalue() == "loading ...\n"
+
+
+def test_an_mlflow_run_that_goes_on_has_no_step_twice(tmp_path, monkeypatch):
+    """MLflow keeps each value that it is given; a stand-in has its calls."""
+    written = []
+
+    class Client:
+        def get_metric_history(self, run_id, name):
+            return [SimpleNamespace(step=step) for step, _ in written]
+
+    def start_run(run_id=None, run_name=None):
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"), data=SimpleNamespace(metrics={"time/step": 1.0}))
+
+    stand_in = SimpleNamespace(
+        MlflowException=RuntimeError,
+        MlflowClient=Client,
+        start_run=start_run,
+        set_experiment=lambda name: None,
+        log_dict=lambda *args: None,
+        log_metrics=lambda metrics, step: written.append((step, metrics)),
+        end_run=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", stand_in)
+    for first, steps in ((0, range(4)), (3, range(3, 6))):
+        sink = open_sinks(["mlflow"], tmp_path, project="p", experiment="e", first_step=first)[-1]
+        for step in steps:
+            sink.write(step, {"time/step": 1.0})
+        sink.close()
+    assert [step for step, _ in written] == [0, 1, 2, 3, 4, 5]
