@@ -1,4 +1,4 @@
-"""What the controller does of one GRPO step, and what passes through it: CPU seconds by phase, memory, bytes.
+"""What the controller does of one GRPO step and of a checkpoint after it: CPU seconds by phase, memory, bytes.
 
     python -m benchmarks.controller                       1k samples of 1.5k tokens, dp 16
     python -m benchmarks.controller --sizes 1kx16x8k@128 100k@1024
@@ -6,7 +6,8 @@
 A size is prompts x samples x tokens @ data-parallel ranks. The code of the controller is the real one, from prompts to
 publish; below WorkerGroup the ranks are made up: they answer at once, with arrays of the right shapes, and what lies
 with them behind handles is made when it is fetched. Calls and answers are pickled as Ray would, so their bytes are
-counted; the time of the ranks is taken off. Scores are made up too, from texts that are read as rewards read them.
+counted; the time of the ranks is taken off. Scores are made up too, from texts that are read as rewards read them. For
+the checkpoint the ranks say at once that their files, two each, are written; its list of files and its state are real.
 Seconds are CPU seconds of the threads that run the step: other work on the machine does not show. Memory is the peak of
 the process, less what it held before the step.
 """
@@ -34,11 +35,17 @@ from megatron_rl.cluster.dispatch import Call, RankGrid
 from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run import RunConfig
+from megatron_rl.experience.buffer import RolloutBuffer
+from megatron_rl.observe.versions import versions
 from megatron_rl.rewards.base import RewardResult, RewardSample
 from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.runs.checkpoints import FORMAT, Checkpoints
+from megatron_rl.runs.metrics import Metrics
+from megatron_rl.runs.resume import Row, config_facts, step_facts
+from megatron_rl.runs.state import RunState
 from megatron_rl.runs.trainer import Trainer
 from megatron_rl.trainers import placement
-from megatron_rl.types import EngineAnswer, Handle, Samples, StepReport, SyncReport, Texts
+from megatron_rl.types import EngineAnswer, FileMark, Handle, Samples, StepReport, SyncReport, Texts
 from megatron_rl.workers.records import UpdateResult
 from megatron_rl.workers.token_work import CreditReport, SequenceFacts
 
@@ -135,8 +142,13 @@ class Ranks:
         # The look for numbers that are not finite, and the mismatch.
         if method in ("train.batch.not_finite", "train.batch.compare"):
             return {}
-        if method in ("train.batch.load", "train.forward"):
+        if method in ("train.batch.load", "train.forward", "train.save_state"):
             return None
+        if method == "train.save_done":
+            return True
+        if method == "train.finish_save":
+            names = (f"actor/__{rank}_0.distcp", f"ranks/rank_{rank:05d}.pt")
+            return {name: FileMark(1 << 30, 0xDEADBEEF - rank) for name in names}
         raise NotImplementedError(method)
 
     def _generate(self, rank: int, requests: Sequence[Request], sampling: Sampling) -> EngineAnswer:
@@ -189,6 +201,10 @@ class Report:
     dp: int
     seconds: dict[str, float]
     """CPU seconds of the controller: of each node, and in all."""
+    checkpoint_s: float
+    """CPU seconds of the controller: of a checkpoint, from its beginning to its name."""
+    checkpoint_bytes: int
+    """Of what the controller writes of it."""
     peak_bytes: int
     traffic: Traffic
 
@@ -217,7 +233,8 @@ def config(folder: Path, prompts: int, n: int, tokens: int, dp: int) -> RunConfi
             f"data.max_response_length={tokens}", f"data.train_batch_size={prompts}", f"rollout.n={n}",
             f"actor.ppo_mini_batch_size={prompts // NUM_MINI_BATCHES}", "actor.use_kl_loss=true",
             f"actor.max_tokens_per_gpu={max(16384, 2 * tokens)}", "reward.function=exact_match",
-            f"cluster.n_gpus_per_node={min(dp, 8)}", f"cluster.nnodes={max(dp // 8, 1)}",
+            # One node: over several the reward processes would be Ray actors, which have no stand-in here.
+            f"cluster.n_gpus_per_node={dp}",
             "algorithm.name=grpo", "trainer.total_training_steps=1", "rollout.share_weights=false",
         ],
     )  # fmt: skip
@@ -227,7 +244,9 @@ def measure(prompts: int, n: int, tokens: int, dp: int) -> Report:
     """One step of `prompts` prompts, n samples each of at most `tokens` tokens, on dp ranks."""
     traffic, seconds = Traffic(), dict[str, float]()
 
-    def start_group(worker_cls: type, args: Sequence[object], cluster: object, grid: RankGrid, device: str) -> Any:
+    def start_group(
+        worker_cls: type, args: Sequence[object], cluster: object, grid: RankGrid, device: str, check: object
+    ) -> Any:
         return WorkerGroup(worker_cls, Ranks(grid, traffic, tokens), grid, 60.0)
 
     def timed(name: str, fn: Callable[..., object]) -> Callable[..., object]:
@@ -259,11 +278,31 @@ def measure(prompts: int, n: int, tokens: int, dp: int) -> Report:
         result = trainer.publish(trainer.learn(trainer.take(1)))
         seconds["all"] = time.process_time() - start - traffic.rank_s
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        checkpoint = _checkpoint(trainer, result.metrics, traffic)
     finally:
         trainer.close()
         KEPT.clear()
     count = prompts * n
-    return Report(count, int(result.metrics["length/response_mean"] * count), dp, seconds, (peak - held) << 10, traffic)
+    tokens = int(result.metrics["length/response_mean"] * count)
+    return Report(count, tokens, dp, seconds, *checkpoint, (peak - held) << 10, traffic)
+
+
+def _checkpoint(trainer: Trainer, metrics: Metrics, traffic: Traffic) -> tuple[float, int]:
+    """(CPU seconds of the controller, bytes that it wrote) of a checkpoint after step 1, as a session makes it."""
+    cfg = trainer.cfg
+    with tempfile.TemporaryDirectory() as folder:
+        lines: list[str] = []
+        checkpoints = Checkpoints(Path(folder), cfg.checkpoint, trainer, lines.append)
+        start, rank_s = time.process_time(), traffic.rank_s
+        state = RunState({**trainer.stateful(), "buffer": RolloutBuffer(0)})
+        state.step = 1
+        row = Row(1, metrics, (), False)
+        facts = {"format": FORMAT, **config_facts(cfg), "versions": versions(), **step_facts(state.state(), row)}
+        checkpoints.begin(1, facts, background=True)
+        checkpoints.poll()
+        seconds = time.process_time() - start - (traffic.rank_s - rank_s)
+        assert checkpoints.last is not None, "the ranks said that they had written their files"
+        return seconds, sum(file.stat().st_size for file in checkpoints.last.iterdir())
 
 
 def main() -> None:
@@ -276,6 +315,7 @@ def main() -> None:
         print(f"{size}: {report.samples:,} samples, {report.tokens / 1e6:,.1f} M tokens, dp {report.dp}")
         phases = "  ".join(f"{name} {s:.2f}" for name, s in report.seconds.items() if name != "all")
         print(f"    controller {report.total_s:.2f} s of CPU: {phases}")
+        print(f"    checkpoint {report.checkpoint_s:.2f} s of CPU; it writes {report.checkpoint_bytes / 1e6:,.2f} MB")
         print(
             f"    memory {report.peak_bytes / 2**30:.2f} GiB above the start; calls and answers: "
             f"{report.bytes_a_sample:,.0f} bytes a sample, {report.bytes_a_sample * report.samples / 1e6:,.1f} MB; "

@@ -220,6 +220,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
             "read data, tokenizer, template, rewards and headers of weights too, and show a row (takes as long as that)"
         )
         parser.add_argument("--data", action="store_true", help=about)
+        about = "start Ray and look at every node and link of the run too: versions, GPUs, disks, clocks, speeds"
+        parser.add_argument("--cluster", action="store_true", help=about)
         parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
         parser.add_argument("--flow", action="store_true", help="print the flow of a step too (imports torch)")
         parser.add_argument("--all", action="store_true", help="print every key, not only those that differ")
@@ -259,6 +261,10 @@ def _check(resolved: Resolved, options: argparse.Namespace) -> int:
         if options.data:
             lines, faults = _look_at_data(cfg, color=False)
             content |= {"ok": not faults, "data": lines, "data_faults": faults}
+        if options.cluster:
+            seen: list[str] = []
+            _look_at_nodes(cfg, seen.append)
+            content["nodes"] = seen
         print(json.dumps(content, indent=2))
         return 0 if content["ok"] else REFUSED
     _print_mapping(resolved)
@@ -269,6 +275,9 @@ def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     _print_idle(idle)
     if options.flow:
         print("\n".join(["\nflow of a step", *(f"  {line}" for line in _describe_flow(cfg))]))
+    if options.cluster:
+        print()
+        _look_at_nodes(cfg, print)
     if not options.data:
         return 0
     lines, faults = _look_at_data(cfg, color=None)
@@ -297,6 +306,13 @@ def _look_at_data(cfg: RunConfig, color: bool | None) -> tuple[list[str], list[s
 
     findings = verbs.inspect(cfg, color)
     return findings.lines, findings.faults
+
+
+def _look_at_nodes(cfg: RunConfig, tell: Callable[[str], None]) -> None:
+    """Tell what is seen of the nodes, for a reader. ClusterError with every fault of theirs."""
+    from megatron_rl.runs import verbs
+
+    verbs.check_nodes_alone(cfg, tell)
 
 
 def _as_json(

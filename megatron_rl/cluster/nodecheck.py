@@ -133,13 +133,15 @@ def version_faults(names: Sequence[str], nodes: Sequence[NodeHealth], driver: No
     faults: list[NodeFault] = []
     for package in dict.fromkeys(name for node in nodes for name in node.versions):
         versions = [node.versions.get(package, "not installed") for node in nodes]
-        most = Counter(versions).most_common(1)[0][0]
+        own = driver.versions.get(package, "not installed")
+        count = Counter(versions)
+        # Where half of the nodes have one and half another, the controller's decides.
+        most = max(versions, key=lambda version: (count[version], version == own))
         for name, version in zip(names, versions, strict=True):
             if version != most:
                 others = sum(1 for other in versions if other == most)
                 reason = f"{version}, where {others} of {len(nodes)} nodes have {most}"
                 faults.append(NodeFault(name, f"version of {package}", reason, cure))
-        own = driver.versions.get(package, "not installed")
         if package in SAME_AS_DRIVER and most != own:
             reason = f"{own}, where the ranks have {most}"
             faults.append(NodeFault(driver.host, f"version of {package} of the controller", reason, cure))

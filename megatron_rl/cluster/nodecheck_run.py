@@ -17,6 +17,7 @@ from megatron_rl.cluster import nodecheck, nodecheck_facts, nodecheck_reach
 from megatron_rl.cluster.nodecheck import Clock, NodeFault, NodeHealth, Wanted
 from megatron_rl.cluster.resources import Device
 from megatron_rl.cluster.surroundings import least_open_files
+from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ClusterError
 from megatron_rl.parallel.links import Link, LinkPlan, Measured
 
@@ -40,6 +41,27 @@ class NodeCheck:
     expected_gbps: float | None
     tell: Callable[[str], None] = logger.info
     """Gets what was seen, some lines at a time."""
+
+
+def node_check(cfg: RunConfig, tell: Callable[[str], None] = logger.info) -> NodeCheck:
+    """What is looked at before the workers of a run are built. Data files are not: the controller alone reads them."""
+    folder = cfg.trainer.run_dir
+    paths = [cfg.model.path, cfg.model.tokenizer_path, cfg.ref.path if cfg.needs_reference else None]
+    paths.append(cfg.critic.path if cfg.needs.critic else None)
+    return NodeCheck(
+        run_folder=folder if os.path.isdir(folder) and os.access(folder, os.W_OK) else None,
+        folders=tuple(dict.fromkeys(os.path.abspath(path) for path in paths if path is not None)),
+        links=cfg.cluster.measures_links and cfg.world_size > 1,
+        expected_gbps=cfg.cluster.expected_gbps,
+        tell=tell,
+    )
+
+
+class Idle:
+    """The worker of a group that is only looked at."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        """Nothing to build."""
 
 
 class Ask(Protocol):
@@ -122,7 +144,7 @@ def _look(
 @contextmanager
 def _token(folder: str | None) -> Iterator[tuple[str | None, str | None]]:
     """(path, content) of a file in the run's folder inside the block. The folder's times are as before afterwards."""
-    if folder is None or not Path(folder).is_dir():
+    if folder is None:
         yield None, None
         return
     times, token = os.stat(folder), uuid.uuid4().hex
@@ -160,7 +182,11 @@ def _link_faults(check: NodeCheck, ranks: Ranks, ask: Ask, names_of_ranks: Seque
     address = ranks.addresses[0]
     (port,) = ask([0], link_speed.open_store, [(address,)], REACH_S)
     plan = LinkPlan(ranks.device, len(ranks.heads), ranks.ranks_a_node, address, port)
-    measured = ask(everyone, link_speed.measure, [(plan,)] * len(everyone), LINKS_S)
+    try:
+        measured = ask(everyone, link_speed.measure, [(plan,)] * len(everyone), LINKS_S)
+    except ClusterError as error:
+        error.add_note("while ranks measured the speed of their links, which cluster.check_links=false leaves out")
+        raise
     ask([0], link_speed.close_store, [()], REACH_S)
     return judge_links(check, measured, names_of_ranks)
 

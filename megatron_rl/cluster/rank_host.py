@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,10 @@ class RankHost:
                 "-- start the run in a folder that all nodes share"
             )
         os.chdir(folder)
+
+    def examine(self, function: Callable[..., object], args: Sequence[object]) -> object:
+        """What the function returns on this rank, which has no worker yet."""
+        return function(*args)
 
     def start(self, watch: Watch, key: str, worker_cls: type, rank: int, world: int, args: Sequence[Any]) -> None:
         """Build the worker. key: where Signs are kept for the controller."""

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -28,6 +28,7 @@ from megatron_rl.cluster.backend import Answer
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import differences, network_environment, rank_environment, worker_environment
 from megatron_rl.cluster.node_facts import NodeFacts, ask_nodes_of_themselves
+from megatron_rl.cluster.nodecheck_run import NodeCheck, Ranks, check_nodes
 from megatron_rl.cluster.rank_host import RankHost, RankLocation
 from megatron_rl.cluster.ray_faults import RankWatch
 from megatron_rl.cluster.ray_wait import Outcome, unwrapped, wait_for_ranks
@@ -48,6 +49,7 @@ from megatron_rl.errors import ClusterError, NodeLost, RankHung
 
 logger = logging.getLogger(__name__)
 
+ResultT = TypeVar("ResultT")
 CLOSE_S = 10.0
 """How long workers may take to close, and their processes to be gone."""
 KILL_S = 3.0
@@ -65,10 +67,11 @@ class RayBackend:
         device: Device,
         names: Sequence[str] = (),
         takes_cpus: bool = True,
+        check: NodeCheck | None = None,
     ) -> None:
         """Start every rank within cluster.start_timeout_s. On any error, everything that was started is stopped.
 
-        names: what each rank is, for the table of ranks. takes_cpus: see start_group.
+        names: what each rank is, for the table of ranks. takes_cpus, check: see start_group.
         """
         self._name = worker_cls.__name__
         self._watch = RankWatch(uuid.uuid4().hex[:12], cluster.hang_timeout_s)
@@ -89,7 +92,7 @@ class RayBackend:
         self._num_calls = 0
         ray_runtime.acquire(cluster, device)
         try:
-            self._start(worker_cls, worker_args, device, takes_cpus)
+            self._start(worker_cls, worker_args, device, takes_cpus, check)
         except BaseException:
             self.close(graceful=False)
             raise
@@ -138,7 +141,9 @@ class RayBackend:
             if graceful and self._broken is None and not self._unanswered:
                 self._close_workers()
 
-    def _start(self, worker_cls: type, worker_args: Sequence[Any], device: Device, takes_cpus: bool) -> None:
+    def _start(
+        self, worker_cls: type, worker_args: Sequence[Any], device: Device, takes_cpus: bool, check: NodeCheck | None
+    ) -> None:
         deadline = time.monotonic() + self._cluster.start_timeout_s
         placement = plan_placement(self._cluster, device, takes_cpus)
         require_room(placement, self._cluster, ray_runtime.node_resources())
@@ -175,11 +180,13 @@ class RayBackend:
         for place in self._places:
             with suppress(psutil.NoSuchProcess):
                 self._local += [psutil.Process(place.pid)] if place.node_id == here else []
-        if self._facts:
+        if self._facts or self.world > 1:
             logger.info("ranks of %s\n%s", self._name, self._table())
         own = self._rank_environments(device)
         folder = None if in_copied_folder(os.environ) else os.getcwd()
         on_all("prepare", lambda rank: self._actors[rank].prepare.remote(own[rank], folder))
+        if check is not None:
+            check_nodes(check, self._ranks(device), self._ask)
         args = ray.put(tuple(worker_args))
         # Building models and engines has few beats, and a deadline of its own.
         watch, key = self._next_watch(math.inf, max(1.0, deadline - time.monotonic())), self._watch.key
@@ -187,6 +194,28 @@ class RayBackend:
             "__init__",
             lambda rank: self._actors[rank].start.remote(watch, key(rank), worker_cls, rank, self.world, args),
         )
+
+    def _ranks(self, device: Device) -> Ranks:
+        """Where the ranks are, for the checks of nodes."""
+        facts = [self._facts.get(place.node_id) for place in self._places]
+        addresses = ["127.0.0.1" if fact is None else fact.address.ip for fact in facts]
+        return Ranks(device, self._cluster.n_gpus_per_node, addresses, are_here=not self._facts)
+
+    def _ask(
+        self,
+        ranks: Sequence[int],
+        function: Callable[..., ResultT],
+        args: Sequence[tuple[object, ...]],
+        timeout_s: float,
+    ) -> list[ResultT]:
+        """See nodecheck_run.Ask."""
+        of_rank = dict(zip(ranks, args, strict=True))
+
+        def submit(rank: int) -> Any:
+            return self._actors[rank].examine.remote(function, of_rank[rank])
+
+        answers = self._on_ranks(ranks, submit, function.__name__, timeout_s, "cluster.start_timeout_s")
+        return [answers[rank] for rank in ranks]
 
     def _reserve(self, placement: RankPlacement, deadline: float) -> PlacementGroup:
         group = placement_group([dict(bundle) for bundle in placement.bundles], strategy=placement.strategy)
@@ -219,9 +248,10 @@ class RayBackend:
     def _table(self) -> str:
         rows: list[tuple[str, ...]] = []
         for rank, place in enumerate(self._places):
-            fact = self._facts[place.node_id]
+            fact = self._facts.get(place.node_id)
+            host, ip = (os.uname().nodename, place.ip) if fact is None else (fact.host, fact.address.ip)
             gpu = "-" if place.gpu_index < 0 else str(place.gpu_index)
-            rows.append((fact.host, fact.address.ip, gpu, self._names[rank] if self._names else ""))
+            rows.append((host, ip, gpu, self._names[rank] if self._names else ""))
         return placement_table(rows)
 
     def _on_ranks(

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from megatron_rl.cluster.backend import Backend
 from megatron_rl.cluster.dispatch import Call, RankGrid, Replicas, call_by_replica, call_for_all, method_path
+from megatron_rl.cluster.nodecheck_run import NodeCheck
 from megatron_rl.cluster.resources import Device
 from megatron_rl.config.sections.cluster import ClusterConfig
 from megatron_rl.errors import ClusterError
@@ -108,7 +109,8 @@ class WorkerGroup:
     def _call(self, method: Callable[..., ResultT], calls: Sequence[Call], ranks: Sequence[int]) -> list[ResultT]:
         """Call the method everywhere; the results of `ranks`, in that order."""
         path = method_path(self._worker_cls, method)
-        keep = [rank in ranks for rank in range(self._grid.world)]
+        wanted = set(ranks)
+        keep = [rank in wanted for rank in range(self._grid.world)]
         with self._lock:
             start = time.perf_counter()
             answers = self._backend.call(path, calls, keep, self._timeout_s)
@@ -145,9 +147,13 @@ def start_group(
     grid: RankGrid,
     device: Device,
     takes_cpus: bool = True,
+    check: NodeCheck | None = None,
 ) -> WorkerGroup:
     """Start one worker a rank, each built as worker_cls(rank, world_size, *worker_args), and wait until
-    all of them are up. takes_cpus: whether the ranks count against Ray's CPUs (cluster.num_cpus_per_rank).
+    all of them are up.
+
+    takes_cpus: whether the ranks count against Ray's CPUs (cluster.num_cpus_per_rank). check: what is looked at on the
+    nodes before workers are built; not on the inline backend.
 
     ClusterError if the resources cannot be had or a rank does not start within cluster.start_timeout_s; an
     error of a worker's constructor is raised as itself. Nothing that was started is left behind then.
@@ -167,5 +173,5 @@ def start_group(
     else:
         from megatron_rl.cluster.ray_backend import RayBackend
 
-        backend = RayBackend(worker_cls, worker_args, cluster, device, grid.names, takes_cpus)
+        backend = RayBackend(worker_cls, worker_args, cluster, device, grid.names, takes_cpus, check)
     return WorkerGroup(worker_cls, backend, grid, cluster.step_timeout_s)

@@ -46,13 +46,18 @@ class LastCheckpoint:
     time: float
     """When it was complete, in seconds since 1970."""
 
+    @classmethod
+    def of(cls, folder: Path, step: int) -> LastCheckpoint:
+        """The one in this folder, which is two below the run's."""
+        return cls(f"{folder.parent.name}/{folder.name}", step, folder.stat().st_mtime)
+
 
 @dataclass(frozen=True)
 class RunStatus:
     """Contents of status.json. Times are in seconds since 1970."""
 
     phase: str
-    """starting, the nodes of the step's flow that run, validate, save; at the end done, stopped or failed."""
+    """starting, the nodes of the step's flow that run, validate, save, close; at the end done, stopped or failed."""
     phase_since: float
     step: int
     """Steps that are complete."""
@@ -88,23 +93,46 @@ def read_status(file: Path) -> RunStatus:
 
 
 class StatusWriter:
-    """Keeps status.json of one run. Every method may be called from any thread, and none raises for the disk."""
+    """Keeps status.json of one run. Every method may be called from any thread, and none raises for the disk.
 
-    def __init__(self, folder: Path, *, total: int, step: int = 0, restarts: int = 0) -> None:
-        """Write the file for the first time: the run is starting. step: the one that the run goes on from."""
+    Nothing is written before `begin`: until then the folder may hold an earlier run.
+    """
+
+    def __init__(self, folder: Path) -> None:
         now = time.time()
         self._file = folder / STATUS_FILE
-        self._status = RunStatus(STARTING, now, step, total, platform.node(), os.getpid(), now, now, restarts)
+        self._status = RunStatus(STARTING, now, 0, 0, platform.node(), os.getpid(), now, now)
         self._running: list[str] = []
         self._ends = deque([time.monotonic()], maxlen=STEPS_OF_RATE + 1)
         self._lock = threading.Lock()
         self._changed, self._closed = threading.Event(), threading.Event()
         self._is_lost = False
         self._trouble = _Trouble(self._note_trouble)
-        self._write()
+        self._thread: threading.Thread | None = None
         logging.getLogger().addHandler(self._trouble)
-        self._thread = threading.Thread(target=self._write_on_change, name="status", daemon=True)
-        self._thread.start()
+
+    def begin(self, *, total: int, step: int) -> None:
+        """The folder is this run's, and steps begin after `step`. The first call writes the file before it returns."""
+        self._ends = deque([time.monotonic()], maxlen=STEPS_OF_RATE + 1)
+        with self._lock:
+            self._change(replace(self._status, total=total, step=step))
+        if self._thread is None and not self._closed.is_set():
+            self._write()
+            self._thread = threading.Thread(target=self._write_on_change, name="status", daemon=True)
+            self._thread.start()
+
+    @contextmanager
+    def told_end(self) -> Iterator[None]:
+        """The run is over with the block: done, stopped or failed, as it ends."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            self.close(STOPPED, str(error) or "an interrupt")
+            raise
+        except BaseException as error:
+            self.close(FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+        self.close(DONE)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -115,10 +143,6 @@ class StatusWriter:
         finally:
             self._run_phase(phase, False)
 
-    def steps_begin(self) -> None:
-        """What passed so far is no part of the first step's seconds."""
-        self._ends = deque([time.monotonic()], maxlen=STEPS_OF_RATE + 1)
-
     def step_done(self, step: int) -> None:
         """A step is complete."""
         ends = self._ends
@@ -128,25 +152,27 @@ class StatusWriter:
             left_s = rate * max(self._status.total - step, 0)
             self._change(replace(self._status, step=step, seconds_a_step=rate, left_s=left_s))
 
-    def checkpoint_done(self, path: str, step: int) -> None:
-        """A checkpoint is complete. path: relative to the run's folder."""
+    def checkpoint_done(self, checkpoint: LastCheckpoint) -> None:
+        """A checkpoint is complete."""
         with self._lock:
-            self._change(replace(self._status, checkpoint=LastCheckpoint(path, step, time.time())))
+            self._change(replace(self._status, checkpoint=checkpoint))
 
-    def restarted(self, restarts: int, step: int) -> None:
-        """The workers are built again, for the restarts-th time; the run goes on from the step."""
+    def restarted(self, restarts: int) -> None:
+        """The workers are built again, for the restarts-th time; `begin` says from where the run goes on."""
         with self._lock:
             self._running.clear()
-            self._change(replace(self._status, phase=STARTING, phase_since=time.time(), restarts=restarts, step=step))
+            self._change(replace(self._status, phase=STARTING, phase_since=time.time(), restarts=restarts))
 
     def close(self, phase: str, message: str | None = None) -> None:
-        """The run is over: phase is one of ENDS, message why. The file is written once more. Later calls do nothing."""
+        """The run is over: phase is one of ENDS, message why. The file is written once more, if it was begun. Later
+        calls do nothing.
+        """
         if self._closed.is_set():
             return
         self.discard()
         with self._lock:
             self._status = replace(self._status, phase=phase, phase_since=time.time(), message=message, left_s=None)
-        if not self._thread.is_alive():
+        if self._thread is not None and not self._thread.is_alive():
             self._write()
 
     def discard(self) -> None:
@@ -154,8 +180,9 @@ class StatusWriter:
         logging.getLogger().removeHandler(self._trouble)
         self._closed.set()
         self._changed.set()
-        # A disk that hangs must not keep the process; the thread is a daemon.
-        self._thread.join(timeout=5.0)
+        if self._thread is not None:
+            # A disk that hangs must not keep the process; the thread is a daemon.
+            self._thread.join(timeout=5.0)
 
     def _run_phase(self, phase: str, begins: bool) -> None:
         with self._lock:

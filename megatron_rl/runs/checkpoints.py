@@ -157,11 +157,16 @@ class Checkpoints:
     """Writes a run's checkpoints, one at a time, and keeps as many as the config says."""
 
     def __init__(
-        self, run_folder: Path, cfg: CheckpointConfig, store: StateStore, say: Callable[[str], None]
+        self,
+        run_folder: Path,
+        cfg: CheckpointConfig,
+        store: StateStore,
+        say: Callable[[str], None],
+        done: Callable[[Path], object] = lambda path: None,
     ) -> None:
-        """say: takes a line for a reader."""
+        """say: takes a line for a reader. done: takes the folder of each checkpoint once it is whole."""
         self._run_folder, self._folder = run_folder, run_folder / CHECKPOINTS
-        self._cfg, self._store, self._say = cfg, store, say
+        self._cfg, self._store, self._say, self._done = cfg, store, say, done
         self._under_way: _UnderWay | None = None
         self._values: dict[int, float] = {}
         """step -> value of checkpoint.keep_best"""
@@ -226,6 +231,7 @@ class Checkpoints:
         seconds, held = now - one.began, one.held_s + now - start
         self.longest_s = max(self.longest_s, seconds)
         self.last = path
+        self._done(path)
         self._say(f"checkpoint {path}: {size / 2**20:,.1f} MiB in {seconds:.1f} s; training waited {held:.1f} s")
         self._prune()
         return path

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeAlias, TypeVar
 
 from megatron_rl.experience.buffer import RolloutBuffer
+from megatron_rl.flow.run import During
 from megatron_rl.runs.checkpoints import Checkpoint, StateStore
 from megatron_rl.runs.state import RunState, Stateful
 from megatron_rl.runs.trainer import StepResult
@@ -24,6 +25,10 @@ class LoopTrainer(StateStore, Protocol[StepT]):
     def steps_per_epoch(self) -> int: ...
     def start(self, checkpoint: Checkpoint | None) -> object:
         """checkpoint: what the models go on from. The parts of `stateful` have been restored by then."""
+        ...
+
+    def tell(self, during: During) -> None:
+        """Enter `during` with the name of what a step is at."""
         ...
 
     def take(self, step: int) -> StepT: ...

@@ -21,6 +21,7 @@ from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.log import set_step, setup_logging
+from megatron_rl.observe.run_status import LastCheckpoint, StatusWriter
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics, require_sinks
 from megatron_rl.observe.step_line import step_line
@@ -64,7 +65,9 @@ def run(
             start, folder = _claimed(cfg, broken)
             with folder:
                 try:
-                    _run(RunInFolder(start.cfg, folder, make_trainer, loop, progress, record, restarts), start)
+                    status = StatusWriter(folder.path)
+                    of_run = (make_trainer, loop, progress, record, restarts, status)
+                    _run(RunInFolder(start.cfg, folder, *of_run), start)
                     return
                 except BrokenCheckpoint as error:
                     # Only the ranks look at checksums, each at its share.
@@ -100,6 +103,7 @@ class RunInFolder(Generic[StepT]):
     record: Mapping[str, object]
     """What run.json shall hold of this start."""
     restarts: Restarts
+    status: StatusWriter
 
 
 def _run(run: RunInFolder[StepT], start: Start) -> None:
@@ -111,7 +115,8 @@ def _run(run: RunInFolder[StepT], start: Start) -> None:
     progress.say(format_table(batch_table(cfg)))
     progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
     require_sinks(cfg.trainer.logger)
-    _attempts(run, start)
+    with run.status.told_end():
+        _attempts(run, start)
     _draw_curves(cfg, folder)
     progress.say(f"run folder: {folder} (config.yaml, run.json, metrics.jsonl, rollouts.jsonl, curves.png, final/)")
 
@@ -130,6 +135,7 @@ def _attempts(run: RunInFolder[StepT], start: Start) -> None:
         except MegatronRLError as error:
             run.restarts.take(error)
         # Outside of the handlers: the error holds the trainer, and all that was built with it.
+        run.status.restarted(run.restarts.count)
         run.restarts.wait()
         if run.folder.is_begun:
             start = resume.look_again(run.cfg, broken)
@@ -142,7 +148,13 @@ def attempt(run: RunInFolder[StepT], start: Start) -> None:
     builds a fresh one in the same folder; resume.look_again says from where.
     """
     trainer = run.make_trainer(run.cfg)
-    with closing("the workers", trainer.close):
+    trainer.tell(run.status.during)
+
+    def close() -> None:
+        with run.status.during("close"):
+            trainer.close()
+
+    with closing("the workers", close):
         life = _Life(run, trainer, start)
         try:
             with run.progress.phase("load data, start workers"):
@@ -162,8 +174,9 @@ class _Life(Generic[StepT]):
         cfg = self._cfg = run.cfg
         self._record, self._loop, self._from, self._restarts = run.record, run.loop, start, run.restarts
         self._trainer, self._folder, self._progress = trainer, run.folder, run.progress
+        self._status = run.status
         self._files = RunFiles(run.folder.path, cfg)
-        self._checkpoints = Checkpoints(run.folder.path, cfg.checkpoint, trainer, run.progress.say)
+        self._checkpoints = Checkpoints(run.folder.path, cfg.checkpoint, trainer, run.progress.say, self._tell_checkpoint)
         self._limit = TimeLimit(cfg.trainer.max_time)
         self._time_is_over = False
         self._start = time.perf_counter()
@@ -203,7 +216,7 @@ class _Life(Generic[StepT]):
                     if self._step(step, one_step):
                         break
                     advance(1)
-            with stop.held():
+            with stop.held(), self._status.during("save"):
                 self._checkpoints.finish()
         except Exception as error:
             self._keep_what_is_under_way(error)
@@ -261,6 +274,7 @@ class _Life(Generic[StepT]):
     def _stopped_before_a_step(self, who: str) -> Stopped:
         before, checkpoint = self._done_before, self._from.checkpoint
         if self._folder.is_begun and not self._from.in_place:
+            self._status.discard()
             remove_run(self._folder.path)
         if checkpoint is None:
             return Stopped(f"{who} before the first step was complete: there is nothing to save")
@@ -301,6 +315,10 @@ class _Life(Generic[StepT]):
                 cure = "name a folder that can be, or free some space"
                 raise ConfigError([Fault(ROOT_KEY, cfg.trainer.default_local_dir, reason, cure)]) from error
             raise
+        saved = self._from.checkpoint if in_place else None
+        self._status.begin(total=self._trainer.total_steps, step=self._done_before)
+        if saved is not None:
+            self._tell_checkpoint(saved.path)
         if row is not None and not is_whole:
             self._complete(row)
 
@@ -315,6 +333,9 @@ class _Life(Generic[StepT]):
         with stop.held():
             self._files.write_samples(step, row.samples)
             self._note_validation(step, metrics, found)
+
+    def _tell_checkpoint(self, path: Path) -> None:
+        self._status.checkpoint_done(LastCheckpoint.of(path, step_of(path)))
 
     def _facts(self) -> dict[str, Any]:
         """What all checkpoints of this life say alike."""
@@ -349,13 +370,14 @@ class _Life(Generic[StepT]):
             validates = _due_for_validation(cfg, trainer, step, last)
             row = Row(step, dict(metrics), sample_lines(step, result.samples), validates)
             self._state.step, self._saved, self._unwritten = step, None, (step, metrics)
+            self._status.step_done(step)
             self._snapshot = {**self._static, **resume.step_facts(self._state.state(), row), "is_last": last}
         if "console" in cfg.trainer.logger and _shown(cfg, step, last):
             self._progress.say(step_line(step, trainer.total_steps, metrics))
         # Saved first: an error in validation costs no weights. A checkpoint that is whole says that the model is, too.
         self._save_if_due(step, last)
         if _due_for_checkpoint(cfg, step, last):
-            with stop.held():
+            with stop.held(), self._status.during("save"):
                 self._checkpoints.begin(step, self._snapshot, cfg.checkpoint.async_save)
         found = self._validated(step) if validates else {}
         with stop.held():
@@ -375,7 +397,7 @@ class _Life(Generic[StepT]):
 
     def _save(self, path: Path) -> None:
         start = time.perf_counter()
-        with stop.held():
+        with stop.held(), self._status.during("save"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._trainer.save(str(path))
             self._saved = path
@@ -385,7 +407,8 @@ class _Life(Generic[StepT]):
 
     def _validated(self, step: int) -> dict[str, float]:
         start = time.perf_counter()
-        metrics = self._trainer.validate(step).metrics
+        with self._status.during("validate"):
+            metrics = self._trainer.validate(step).metrics
         return metrics | {VALIDATED: time.perf_counter() - start} if metrics else {}
 
     def _note_validation(self, step: int, metrics: dict[str, float], found: dict[str, float]) -> None:

@@ -10,7 +10,7 @@ from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import BrokenCheckpoint
-from megatron_rl.flow.run import PartialRun
+from megatron_rl.flow.run import During, PartialRun
 from megatron_rl.messages import first_of
 from megatron_rl.runs.closing import failure_of
 from megatron_rl.runs.checkpoints import Checkpoint
@@ -142,6 +142,10 @@ class Trainer:
         return StepResult(metrics, summary.samples)
 
     # Around the steps.
+
+    def tell(self, during: During) -> None:
+        """Enter `during` with the name of each node of a step while it runs."""
+        self.flow.during = during
 
     @property
     def total_steps(self) -> int:

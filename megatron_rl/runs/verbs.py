@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
+from megatron_rl.cluster import ray_runtime
+from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.janitor import kept_clean
+from megatron_rl.cluster.nodecheck_run import Idle, node_check
 from megatron_rl.cluster.preflight import preflight
+from megatron_rl.cluster.worker_group import start_group
 from megatron_rl.config.checks.folders import export_faults
 from megatron_rl.config.load import dump_yaml
 from megatron_rl.config.run import RunConfig
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, ConfigError, Fault
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
@@ -71,6 +76,20 @@ def evaluate(cfg: RunConfig, out: str | None = None, checkpoint: str | None = No
         progress.say(f"  {name:<28}{value:.6g}")
     progress.say(f"answers and scores: {folder} (answers.jsonl, metrics.json, config.yaml, run.json)")
     return metrics
+
+
+def check_nodes_alone(cfg: RunConfig, tell: Callable[[str], None]) -> None:
+    """`megatron-rl check --cluster`: place the ranks of the run and look at their nodes and links, then end them. tell:
+    takes what was seen. Raises ConfigError and ClusterError with every fault.
+    """
+    if cfg.cluster.backend == "inline":
+        reason = "has no nodes: its one rank is in the controller"
+        raise ConfigError([Fault("cluster.backend", "inline", reason, "leave --cluster out, or use ray")])
+    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    with kept_clean(), ray_runtime.joined(cfg.cluster):
+        device = ray_runtime.workers_device(cfg.cluster, cfg.cluster.device)
+        check = replace(node_check(cfg, tell), links=cfg.world_size > 1 and cfg.cluster.check_links is not False)
+        start_group(Idle, (), cfg.cluster, RankGrid.flat(cfg.world_size), device, check=check).close()
 
 
 def new_folder(path: str) -> Path:

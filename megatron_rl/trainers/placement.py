@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.dispatch import RankGrid, Replicas
+from megatron_rl.cluster.nodecheck_run import node_check
 from megatron_rl.cluster.resources import Device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.run import RunConfig
@@ -153,9 +154,11 @@ def start_workers(
 def _start(cfg: RunConfig, plan: TrainPlan, device: Device, with_engine: bool) -> Workers:
     topology = topology_of(cfg.actor, cfg.world_size)
     if not with_engine:
-        group = start_group(TrainWorker, (cfg, plan), cfg.cluster, rank_grid(topology, None), device)
+        grid = rank_grid(topology, None)
+        group = start_group(TrainWorker, (cfg, plan), cfg.cluster, grid, device, check=node_check(cfg))
         return Workers(group, group)
     order = engine_order(cfg, plan.roles["actor"].shape, topology)
     grid = rank_grid(topology, cfg.rollout.tp, order)
-    group = start_group(ColocatedWorker, (cfg, plan, EnginePlan(order)), cfg.cluster, grid, device)
+    args = (cfg, plan, EnginePlan(order))
+    group = start_group(ColocatedWorker, args, cfg.cluster, grid, device, check=node_check(cfg))
     return Workers(group, group)

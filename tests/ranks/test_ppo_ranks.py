@@ -86,7 +86,7 @@ def ppo_on_rank(
     own += ["trainer.test_freq=0", "model.init=random", "rollout.name=fake", f"cluster.n_gpus_per_node={world}"]
     cfg = load_config([config], [*own, *overrides])
 
-    def start_group(worker_cls: Any, args: Any, cluster: Any, grid: Any, device: str) -> Any:
+    def start_group(worker_cls: Any, args: Any, cluster: Any, grid: Any, device: str, check: Any) -> Any:
         return WorkerGroup(worker_cls, SpmdBackend(rank, world, worker_cls(rank, world, *args)), grid, 60.0)
 
     placement.start_group, parts.RunRewards, graph.run_nodes = start_group, EvenTokens, _serial  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from typing import assert_type
 
 import pytest
 
+from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.dispatch import RankGrid
 from megatron_rl.cluster.environment import (
     differences,
@@ -228,6 +229,27 @@ def test_the_device_of_a_joined_cluster_is_that_of_its_nodes(device, nodes, chos
         return
     with pytest.raises(ClusterError, match=rf"cluster\.device: '{device}' -- 2 node\(s\) with 8 GPUs each"):
         device_of_nodes(cluster, nodes)
+
+
+def test_a_joined_cluster_decides_the_device_and_is_left_again(monkeypatch, caplog):
+    users: list[int] = []
+    nodes = [NONE, GPUS]
+    monkeypatch.setattr(ray_runtime, "acquire", lambda cluster, device: users.append(1))
+    monkeypatch.setattr(ray_runtime, "release", lambda: users.pop())
+    monkeypatch.setattr(ray_runtime, "node_resources", lambda: nodes if users else [])
+    cluster = ClusterConfig(ray_address="head:6379", n_gpus_per_node=8)
+    with ray_runtime.joined(cluster):
+        assert len(users) == 1
+        assert ray_runtime.workers_device(cluster, "auto") == "cuda" == ray_runtime.workers_device(cluster, "cuda")
+        assert ray_runtime.workers_device(cluster, "cpu") == "cpu" and not caplog.text
+        nodes.pop()
+        assert ray_runtime.workers_device(cluster, "auto") == "cpu"
+        assert "no node of the Ray cluster has a GPU: the ranks run on CPU" in caplog.text, "never without a word"
+        with pytest.raises(ClusterError, match=r"cluster\.device: 'cuda'"):
+            ray_runtime.workers_device(cluster, "cuda")
+    assert users == []
+    with ray_runtime.joined(ClusterConfig()):
+        assert users == [], "a run with a Ray of its own joins nothing"
 
 
 def test_ranks_are_numbered_by_where_their_nodes_are():

@@ -106,6 +106,12 @@ def test_the_node_that_differs_is_named_and_not_the_others() -> None:
     assert faults[1].reason == "not installed, where 3 of 4 nodes have 2.60.0"
 
 
+def test_of_two_nodes_the_one_unlike_the_controller_is_named() -> None:
+    odd = replace(NODE, versions=VERSIONS | {"torch": "2.9.0"})
+    assert [fault.host for fault in version_faults(["a", "b"], [odd, NODE], NODE)] == ["a"]
+    assert [fault.host for fault in version_faults(["a", "b"], [NODE, odd], NODE)] == ["b"]
+
+
 def test_the_controller_may_have_another_torch_and_no_other_code() -> None:
     driver = replace(NODE, host="login", versions=VERSIONS | {"torch": "2.13.0+cpu"})
     assert version_faults(["a"], [NODE], driver) == []

@@ -366,6 +366,9 @@ class Steps:
             raise RewardError("validation failed")
         return Validation({"val/accuracy": 0.5}, list)
 
+    def tell(self, during: Any) -> None:
+        self.during = during
+
     def stateful(self) -> dict[str, Any]:
         return {}
 
@@ -413,6 +416,7 @@ def names(folder: Path) -> set[str]:
 
 WHOLE = {
     "config.yaml",
+    "status.json",
     "run.json",
     "metrics.jsonl",
     "rollouts.jsonl",

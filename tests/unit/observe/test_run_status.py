@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.errors import DataError
+from megatron_rl.cluster.stop import Stopped
+from megatron_rl.errors import ClusterError, DataError
 from megatron_rl.observe import run_status
-from megatron_rl.observe.run_status import STATUS_FILE, RunStatus, StatusWriter, read_status
+from megatron_rl.observe.run_status import STATUS_FILE, LastCheckpoint, RunStatus, StatusWriter, read_status
 
 
 def settled(folder: Path, is_there: Callable[[RunStatus], bool]) -> RunStatus:
@@ -28,7 +30,8 @@ def settled(folder: Path, is_there: Callable[[RunStatus], bool]) -> RunStatus:
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_status, "LEAST_S", 0.01)
-    writer = StatusWriter(tmp_path, total=8, step=2)
+    writer = StatusWriter(tmp_path)
+    writer.begin(total=8, step=2)
     yield writer
     writer.close("done")
 
@@ -57,7 +60,7 @@ def test_an_error_ends_a_phase_too(writer: StatusWriter, tmp_path: Path) -> None
 
 def test_rate_and_time_left_are_of_the_steps_since_the_loop_began(writer: StatusWriter, tmp_path: Path) -> None:
     time.sleep(0.3)  # data and workers: no part of a step
-    writer.steps_begin()
+    writer.begin(total=8, step=2)
     time.sleep(0.05)
     writer.step_done(3)
     time.sleep(0.05)
@@ -68,13 +71,18 @@ def test_rate_and_time_left_are_of_the_steps_since_the_loop_began(writer: Status
 
 
 def test_a_checkpoint_and_a_restart_are_told(writer: StatusWriter, tmp_path: Path) -> None:
-    writer.checkpoint_done("checkpoints/step_000004", 4)
+    folder = tmp_path / "checkpoints/step_000004"
+    folder.mkdir(parents=True)
+    writer.checkpoint_done(LastCheckpoint.of(folder, 4))
+    writer.step_done(5)
     with writer.during("update"):
-        writer.restarted(1, step=4)
+        writer.restarted(1)
     status = settled(tmp_path, lambda status: status.restarts == 1)
-    assert (status.phase, status.step) == ("starting", 4)
-    assert status.checkpoint is not None and status.checkpoint.step == 4
-    assert abs(status.checkpoint.time - time.time()) < 5
+    assert (status.phase, status.step) == ("starting", 5)
+    assert status.checkpoint is not None and abs(status.checkpoint.time - time.time()) < 5
+    assert (status.checkpoint.path, status.checkpoint.step) == ("checkpoints/step_000004", 4)
+    writer.begin(total=8, step=4)
+    assert settled(tmp_path, lambda status: status.step == 4).restarts == 1
 
 
 def test_the_newest_warnings_are_kept(writer: StatusWriter, tmp_path: Path) -> None:
@@ -84,6 +92,33 @@ def test_the_newest_warnings_are_kept(writer: StatusWriter, tmp_path: Path) -> N
     logger.info("no trouble")
     status = settled(tmp_path, lambda status: len(status.trouble) == 5 and status.trouble[-1].endswith("6"))
     assert status.trouble[0].endswith("WARNING megatron_rl.somewhere: trouble 2")
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "message"),
+    [
+        (None, "done", None),
+        (ClusterError("rank 3 died\nits log"), "failed", "ClusterError: rank 3 died"),
+        (Stopped("stopped by SIGTERM after step 3"), "stopped", "stopped by SIGTERM after step 3"),
+    ],
+)
+def test_the_end_is_told_as_it_is(
+    writer: StatusWriter, tmp_path: Path, error: BaseException | None, phase: str, message: str | None
+) -> None:
+    with contextlib.suppress(ClusterError, Stopped), writer.told_end():
+        if error is not None:
+            raise error
+    status = read_status(tmp_path / STATUS_FILE)
+    assert (status.phase, status.message) == (phase, message)
+
+
+def test_nothing_is_written_before_the_run_begins(tmp_path: Path) -> None:
+    writer = StatusWriter(tmp_path)
+    with writer.during("validate"):
+        writer.step_done(1)
+    writer.close("failed", "refused")
+    writer.begin(total=3, step=0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_end_is_written_and_nothing_after_it(writer: StatusWriter, tmp_path: Path) -> None:
@@ -110,14 +145,16 @@ def test_a_writer_that_is_discarded_leaves_the_folder_alone(writer: StatusWriter
 def test_a_life_sign_is_written_without_any_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_status, "BEAT_S", 0.05)
     monkeypatch.setattr(run_status, "LEAST_S", 0.01)
-    writer = StatusWriter(tmp_path, total=1)
+    writer = StatusWriter(tmp_path)
+    writer.begin(total=1, step=0)
     first = read_status(tmp_path / STATUS_FILE).updated
     settled(tmp_path, lambda status: status.updated > first)
     writer.close("done")
 
 
 def test_many_changes_are_few_writes(tmp_path: Path) -> None:
-    writer = StatusWriter(tmp_path, total=10**6)
+    writer = StatusWriter(tmp_path)
+    writer.begin(total=10**6, step=0)
     writes: list[float] = []
     original, writer._write = writer._write, lambda: (writes.append(time.monotonic()), original())[1]  # type: ignore[method-assign]
     start = time.monotonic()
@@ -138,7 +175,8 @@ def test_a_folder_that_is_gone_is_one_warning_and_no_error(
     monkeypatch.setattr(run_status, "LEAST_S", 0.01)
     folder = tmp_path / "run"
     folder.mkdir()
-    writer = StatusWriter(folder, total=4)
+    writer = StatusWriter(folder)
+    writer.begin(total=4, step=0)
     (folder / STATUS_FILE).unlink()
     folder.rmdir()
     for step in (1, 2, 3):

@@ -17,10 +17,14 @@ from typing import Any
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.observe.run_status import STATUS_FILE, LastCheckpoint, RunStatus, StatusWriter
-from megatron_rl.runs import folder
+from megatron_rl.observe import run_status
+from megatron_rl.observe.run_status import STATUS_FILE, LastCheckpoint, RunStatus, StatusWriter, read_status
+from megatron_rl.runs import folder, session
 from megatron_rl.runs.folder import LOCK_FILE, LockHolder, RunFolder, lock_holder
+from megatron_rl.runs.trainer import Trainer
 from megatron_rl.runs.status import LATE_S, as_table, as_text, duration, judge, report_run, runs_in
+from tests.helpers.config import load
+from tests.unit.runs.test_resume import Trained
 
 NOW = 1_000_000.0
 GOING = RunStatus("update", NOW - 3, 37, 80, "node-a", 12, NOW - 900, NOW - 2, seconds_a_step=4.25, left_s=182.0)
@@ -62,7 +66,7 @@ def test_seconds_are_read_by_people() -> None:
 
 
 def write_status(run: Path, status: RunStatus) -> None:
-    writer = StatusWriter(run, total=status.total)
+    writer = StatusWriter(run)
     writer.discard()
     writer._status = status
     writer._write()
@@ -107,15 +111,15 @@ def controller(run: Path) -> Iterator[subprocess.Popen[str]]:
     code = """if True:
         import sys, time
         from pathlib import Path
-        from megatron_rl.observe.run_status import StatusWriter
+        from megatron_rl.observe.run_status import LastCheckpoint, StatusWriter
         from megatron_rl.runs.folder import RunFolder
         with RunFolder(Path(sys.argv[1])) as folder:
             print("claimed", flush=True)
             sys.stdin.readline()
             folder.begin()
-            writer = StatusWriter(folder.path, total=9)
-            writer.steps_begin()
-            writer.checkpoint_done("checkpoints/step_000004", 4)
+            writer = StatusWriter(folder.path)
+            writer.begin(total=9, step=3)
+            writer.checkpoint_done(LastCheckpoint("checkpoints/step_000004", 4, time.time()))
             with writer.during("generate"):
                 writer.step_done(5)
                 time.sleep(0.5)
@@ -154,6 +158,66 @@ def test_a_run_that_is_killed_is_dead_at_once(tmp_path: Path, capsys: pytest.Cap
     assert dead["status"]["checkpoint"]["step"] == 4 and time.time() - dead["status"]["updated"] < 20
     assert main(["status", str(run)]) == 0
     assert f"{run}: dead on {platform.node()} (process {process.pid}), step 5 of 9" in capsys.readouterr().out
+
+
+class Told(Trained):
+    """Keeps what status.json says while a step is at something."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.file = Path(cfg.trainer.run_dir) / STATUS_FILE
+        self.seen: list[RunStatus] = []
+
+    def learn(self, taken: Any) -> Any:
+        with self.during("update"):
+            learned = super().learn(taken)
+            self.see("update", taken[0] - 1)
+        return learned
+
+    def validate(self, step: int) -> Any:
+        if step:
+            self.see("validate", step)
+        return super().validate(step)
+
+    def see(self, phase: str, step: int) -> None:
+        deadline = time.monotonic() + 5
+        while (status := read_status(self.file)).phase != phase or status.step != step:
+            assert time.monotonic() < deadline, (phase, step, status)
+            time.sleep(0.01)
+        self.seen.append(status)
+
+
+def test_a_run_tells_its_steps_phases_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_status, "LEAST_S", 0.01)
+    trainers: list[Told] = []
+    settings = [f"data.val_files={tmp_path}/train.jsonl", "checkpoint.freq=1", "trainer.test_freq=2", "trainer.total_training_steps=3"]
+    cfg = load(tmp_path, *settings, f"trainer.default_local_dir={tmp_path}/runs", "trainer.experiment_name=a")
+
+    def make(cfg: Any) -> Told:
+        trainers.append(Told(cfg))
+        return trainers[-1]
+
+    session.run(cfg, make)
+    (trainer,) = trainers
+    assert [(status.phase, status.step) for status in trainer.seen] == [
+        ("update", 0),
+        ("update", 1),
+        ("validate", 2),
+        ("update", 2),
+        ("validate", 3),
+    ]
+    assert [status.checkpoint.step if status.checkpoint else 0 for status in trainer.seen][:2] == [0, 1]
+    report = report_run(tmp_path / "runs/a", time.time())
+    assert report.status is not None and (report.state, report.status.step) == ("done", 3)
+    assert report.status.checkpoint is not None
+    assert (tmp_path / "runs/a" / report.status.checkpoint.path / "manifest.json").is_file()
+
+
+def test_a_trainer_tells_the_nodes_of_its_flow(tmp_path: Path) -> None:
+    trainer, writer = Trainer(load(tmp_path)), StatusWriter(tmp_path)
+    trainer.tell(writer.during)
+    assert trainer.flow.during == writer.during
+    writer.discard()
 
 
 def test_asking_changes_nothing_and_keeps_no_run_out(tmp_path: Path) -> None:
