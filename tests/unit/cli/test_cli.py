@@ -137,8 +137,10 @@ def test_train_eval_and_export_hand_the_config_to_runs(
 ) -> None:
     calls: list[tuple[str, Any]] = []
     monkeypatch.setattr(verbs, "train", lambda cfg: calls.append(("run", cfg.rollout.n)), raising=False)
-    monkeypatch.setattr(verbs, "evaluate", lambda cfg, out: calls.append(("evaluate", cfg.rollout.n)), raising=False)
-    monkeypatch.setattr(verbs, "export", lambda cfg, out: calls.append(("export", out)), raising=False)
+    monkeypatch.setattr(
+        verbs, "evaluate", lambda cfg, out, checkpoint: calls.append(("evaluate", cfg.rollout.n)), raising=False
+    )
+    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint: calls.append(("export", out)), raising=False)
     assert run(capsys, "train", config, "rollout.n=3")[0] == 0
     code, _, err = run(capsys, "eval", config)
     assert code == 2 and "data.val_files: []" in err
@@ -153,8 +155,8 @@ def test_eval_and_export_need_no_training_data(
 ) -> None:
     base_settings(tmp_path)
     calls: list[str] = []
-    monkeypatch.setattr(verbs, "evaluate", lambda cfg, out: calls.append("eval"), raising=False)
-    monkeypatch.setattr(verbs, "export", lambda cfg, out: calls.append("export"), raising=False)
+    monkeypatch.setattr(verbs, "evaluate", lambda cfg, out, checkpoint: calls.append("eval"), raising=False)
+    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint: calls.append("export"), raising=False)
     settings = [f"model.path={tmp_path / 'model'}", *(["--out", "hf"] if verb == "export" else [])]
     if verb == "eval":
         lengths = ["data.max_prompt_length=16", "data.max_response_length=8"]
