@@ -55,7 +55,7 @@ def get_ready(asked: SyncRequest, rank: int) -> Transfer:
     find_sharing(mine.params, trainers[rank].params)
     plan = make_plan(trainers, engines, node_of=lambda one: one // asked.gpus_per_node)
     # All that is asked of a group before the first sync.
-    group: Any = SimpleNamespace(rank=rank)
+    group: Any = SimpleNamespace(rank=rank, world=topology.world)
     return Transfer(
         plan,
         group,

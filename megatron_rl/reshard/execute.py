@@ -110,7 +110,7 @@ class Transfer:
         part = plan.of_rank(group.rank)
         self._local = part.local
         self.rounds = rounds_of_rank(
-            part, element_size=lambda wave: self._wire_dtype(wave).itemsize, cap_bytes=cap_bytes
+            part, group.world, element_size=lambda wave: self._wire_dtype(wave).itemsize, cap_bytes=cap_bytes
         )
         self._bound: _Bound | None = None
         self._faultless: tuple[tuple[Fingerprint, Fingerprint], frozenset[str]] | None = None

@@ -56,7 +56,7 @@ class Ready:
 
 def _own_part(plan: Plan, rank: int) -> tuple[RankPlan, list[Round]]:
     part = plan.of_rank(rank)
-    return part, rounds_of_rank(part, element_size=lambda wave: 2, cap_bytes=1 << 12)
+    return part, rounds_of_rank(part, len(plan.loads.ranks), element_size=lambda wave: 2, cap_bytes=1 << 12)
 
 
 def _ready(shape: ModelShape, world: int) -> Ready:

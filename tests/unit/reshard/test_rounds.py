@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.reshard.plan import Move, RankPlan
-from megatron_rl.reshard.rounds import Round, rounds_of_rank
+from megatron_rl.reshard.rounds import Round, meeting, rounds_of_rank
 
 RANKS = range(6)
 CAP = 64
@@ -41,7 +41,7 @@ def _part(moves: list[Move], rank: int) -> RankPlan:
 def _rounds(moves: list[Move], cap: int = CAP) -> dict[int, list[Round]]:
     # Elements are smaller in wave 0, as where engines hold float32 and trainers bfloat16.
     return {
-        rank: rounds_of_rank(_part(moves, rank), element_size=lambda wave: 2 + 2 * wave, cap_bytes=cap)
+        rank: rounds_of_rank(_part(moves, rank), len(RANKS), element_size=lambda wave: 2 + 2 * wave, cap_bytes=cap)
         for rank in RANKS
     }
 
@@ -53,7 +53,7 @@ def test_every_row_travels_once_within_the_cap_and_both_ends_agree(moves: list[M
     posted: Counter[object] = Counter()
     messages: dict[str, dict[tuple[int, int], list[object]]] = {"sends": {}, "receives": {}}
     for rank, of_rank in rounds.items():
-        keys = [(one.wave, one.chunk, rank ^ one.peer) for one in of_rank]
+        keys = [(one.wave, one.chunk, meeting(rank, one.peer, len(RANKS))) for one in of_rank]
         assert keys == sorted(set(keys)), "the rounds ascend, and a round has one peer"
         assert all(one.num_bytes <= CAP // 2 for one in of_rank)
         assert all(one.num_bytes + other.num_bytes <= CAP for one, other in pairwise(of_rank)), "two are in flight"
@@ -100,10 +100,21 @@ def test_no_rank_waits_in_a_circle_whatever_order_ranks_run_in(moves: list[Move]
     assert all(done(rank, number) for rank in RANKS for number in range(posted[rank]))
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 6, 8, 24, 40])
+def test_a_rank_meets_each_other_rank_at_a_time_of_its_own(world: int) -> None:
+    """And all at once, where they can: no rank is idle while 2 ** n ranks meet each other."""
+    for rank in range(world):
+        times = [meeting(rank, peer, world) for peer in range(world) if peer != rank]
+        assert len(set(times)) == len(times)
+        assert times == [meeting(peer, rank, world) for peer in range(world) if peer != rank]
+    everyone = {meeting(rank, peer, world) for rank in range(world) for peer in range(world) if peer != rank}
+    assert len(everyone) <= (world - 1 if world & (world - 1) == 0 else world)
+
+
 def test_both_directions_of_a_link_share_the_room() -> None:
     """The example of reshard/rounds.py."""
     moves = [Move("a", (0, 6), None, 0, 1, 0), Move("b", (0, 2), None, 1, 0, 0), Move("c", (0, 1), None, 0, 2, 0)]
-    rounds = rounds_of_rank(_part(moves, 0), element_size=lambda wave: 2, cap_bytes=16)
+    rounds = rounds_of_rank(_part(moves, 0), 8, element_size=lambda wave: 2, cap_bytes=16)
     found = [
         (one.chunk, one.peer, [piece.rows for piece in one.sends], [piece.rows for piece in one.receives])
         for one in rounds
@@ -113,20 +124,22 @@ def test_both_directions_of_a_link_share_the_room() -> None:
 
 def test_rows_longer_than_a_share_of_the_room_travel_one_direction_after_the_other() -> None:
     moves = [Move("a", (0, 2), (0, 14), 0, 1, 0), Move("b", (0, 2), (0, 14), 1, 0, 0)]
-    rounds = rounds_of_rank(_part(moves, 1), element_size=lambda wave: 2, cap_bytes=64)
+    rounds = rounds_of_rank(_part(moves, 1), 8, element_size=lambda wave: 2, cap_bytes=64)
     assert [(one.sent_bytes, one.received_bytes) for one in rounds] == [(0, 28), (0, 28), (28, 0), (28, 0)]
 
 
 def test_a_cap_below_a_row_is_refused() -> None:
     with pytest.raises(ReshardError, match=r"sync_bucket_mb.*wide.*80 bytes"):
-        rounds_of_rank(_part([Move("wide", (0, 2), (0, 20), 0, 1, 0)], 1), element_size=lambda wave: 4, cap_bytes=159)
+        rounds_of_rank(
+            _part([Move("wide", (0, 2), (0, 20), 0, 1, 0)], 1), 2, element_size=lambda wave: 4, cap_bytes=159
+        )
 
 
 def test_no_round_of_an_exchange_is_left_half_empty() -> None:
     """Each of 8 ranks sends and receives 1,400 moves of 1 KiB; a round takes 8 of them."""
     pairs = [(source, target) for source in range(8) for target in range(8) if source != target]
     moves = [Move(f"w{n}", (0, 8), (0, 64), *pair, 0) for n in range(200) for pair in pairs]
-    rounds = rounds_of_rank(_part(moves, 3), element_size=lambda wave: 2, cap_bytes=16384)
+    rounds = rounds_of_rank(_part(moves, 3), 8, element_size=lambda wave: 2, cap_bytes=16384)
     assert len(rounds) == 2 * 1400 / 8
     assert all(one.sent_bytes == one.received_bytes == 4096 for one in rounds)
 
@@ -134,5 +147,5 @@ def test_no_round_of_an_exchange_is_left_half_empty() -> None:
 def test_pieces_that_would_spoil_the_alignment_of_others_come_last() -> None:
     moves = [Move("odd", (0, 3), None, 0, 1, 0), Move("even", (0, 2), (0, 8), 0, 1, 0)]
     for rank in (0, 1):
-        (one,) = rounds_of_rank(_part(moves, rank), element_size=lambda wave: 2, cap_bytes=1024)
+        (one,) = rounds_of_rank(_part(moves, rank), len(RANKS), element_size=lambda wave: 2, cap_bytes=1024)
         assert [piece.move.hf_name for piece in one.sends or one.receives] == ["even", "odd"]
