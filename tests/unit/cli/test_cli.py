@@ -171,7 +171,7 @@ def test_eval_and_export_need_no_training_data(
 def test_export_needs_neither_validation_data_nor_a_reward(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verbs, "export", lambda cfg, out: None, raising=False)
+    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint: None, raising=False)
     gone = ["data.val_files=gone.parquet", "reward.function=gone.py:score", "trainer.test_freq=5"]
     assert run(capsys, "export", config, *gone, "--out", str(tmp_path / "hf"))[0] == 0
     code, _, err = run(capsys, "train", config, *gone)
