@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.messages import first_of
 from megatron_rl.observe.beat import beat
 from megatron_rl.types import FileMark
-from megatron_rl.weights.marked_files import MarkedFile, naming, write_file
+from megatron_rl.weights.marked_files import MarkedFile, naming
 
 METADATA = ".metadata"
 WholeTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -79,9 +80,9 @@ def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[WrittenChunk
         return written, file.finish()
 
 
-def write_metadata(folder: Path, tensors: WholeTensors, written: Sequence[WrittenChunk]) -> FileMark:
-    """What makes a folder of the ranks' files a checkpoint. written: by
-    all ranks. Raises CheckpointError if the rectangles are not the tensors.
+def metadata_of(tensors: WholeTensors, written: Sequence[WrittenChunk]) -> bytes:
+    """What METADATA has to say of a folder: it makes the files of the ranks a checkpoint. written: by all ranks. Raises
+    CheckpointError if the rectangles are not the tensors.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     for chunk in written:
@@ -93,7 +94,7 @@ def write_metadata(folder: Path, tensors: WholeTensors, written: Sequence[Writte
         if (count := sum(prod(chunk.sizes) for chunk in of_name)) != prod(tensors[name][0])
     ]
     if faults:
-        raise CheckpointError(f"{folder}: the ranks have not written each number once: " + "; ".join(faults))
+        raise CheckpointError("the ranks have not written each number once: " + first_of(faults, 20, "; "))
     metadata = Metadata(
         {
             name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks[name])
@@ -104,11 +105,11 @@ def write_metadata(folder: Path, tensors: WholeTensors, written: Sequence[Writte
             MetadataIndex(chunk.name, chunk.offsets): _StorageInfo(chunk.file, *chunk.place) for chunk in written
         },
     )
-    return write_file(folder / METADATA, pickle.dumps(metadata))
+    return pickle.dumps(metadata)
 
 
 class SavedTensors:
-    """A folder that write_metadata has completed."""
+    """A folder whose files and METADATA are written."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError if the folder has no metadata that can be read."""

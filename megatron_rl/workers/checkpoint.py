@@ -25,7 +25,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.checkpoint import SCALARS, WEIGHTS, SavedState, generators, set_generators
 from megatron_rl.messages import first_of
 from megatron_rl.observe.beat import threads_count
-from megatron_rl.parallel.collectives import gathered, gathered_by_first
+from megatron_rl.parallel.collectives import any_rank, gathered, gathered_by_first
 from megatron_rl.types import FileMark
 from megatron_rl.weights.dcp import (
     METADATA,
@@ -33,9 +33,9 @@ from megatron_rl.weights.dcp import (
     SavedTensors,
     WholeTensors,
     WrittenChunk,
+    metadata_of,
     tensor_differences,
     write_chunks,
-    write_metadata,
 )
 from megatron_rl.weights.marked_files import file_faults, naming, sync_folder, write_file
 from megatron_rl.workers.records import Role
@@ -106,6 +106,9 @@ class StateFiles:
     def __init__(self, rank: int, world: int, parallel: ParallelConfig) -> None:
         self._rank, self._world, self._layout = rank, world, layout_of(parallel, world)
         self._begun: tuple[_Work, Future[Written]] | None = None
+        self._places: dict[str, list[WrittenChunk]] | None = None
+        self._metadata: dict[str, bytes] = {}
+        """Where rectangles were in the last save, and, on the first rank, what its METADATA files said."""
 
     def begin(self, folder: Path, models: Mapping[Role, SavedState], background: bool) -> None:
         """Save this rank's share. In the background: copy it, and have a thread write it. Else it is written when this
@@ -144,14 +147,30 @@ class StateFiles:
         except CheckpointError as error:
             faults.append(f"rank {self._rank}: {error}")
         refuse(faults)
-        of_ranks = gathered_by_first(written)
-        if of_ranks:
-            try:
-                marks |= _complete(work, of_ranks)
-            except CheckpointError as error:
-                faults.append(f"rank {self._rank}: {error}")
+        # A save differs from the one before in its numbers alone, and much is to be gathered and made anew at size.
+        if any_rank(written != self._places):
+            self._places, of_ranks = written, gathered_by_first(written)
+            faults += self._describe(work, of_ranks) if of_ranks else []
+        try:
+            for role, data in self._metadata.items():
+                marks[f"{role}/{METADATA}"] = write_file(work.folder / role / METADATA, data)
+                sync_folder(work.folder / role)
+        except CheckpointError as error:
+            faults.append(f"rank {self._rank}: {error}")
         refuse(faults)
         return marks
+
+    def _describe(self, work: _Work, of_ranks: Sequence[Mapping[str, list[WrittenChunk]]]) -> list[str]:
+        """Make the METADATA of each model, on the first rank; what is wrong with what the ranks have written."""
+        self._metadata = {}
+        for role, (tensors, _) in work.models.items():
+            written = [chunk for of_rank in of_ranks for chunk in of_rank[role]]
+            try:
+                self._metadata[role] = metadata_of(tensors, written)
+            except CheckpointError as error:
+                self._places, self._metadata = None, {}
+                return [f"{work.folder / role}: {error}"]
+        return []
 
     def faults(self, folder: Path, marks: Mapping[str, FileMark]) -> list[str]:
         """What is wrong with this rank's share of a checkpoint's files."""
@@ -167,15 +186,6 @@ class StateFiles:
             to_device(role)
             read_state(state, saved[role])
         return read_generators(folder, self._rank, self._layout)
-
-
-def _complete(work: _Work, of_ranks: Sequence[Mapping[str, list[WrittenChunk]]]) -> Marks:
-    marks: Marks = {}
-    for role, (tensors, _) in work.models.items():
-        written = [chunk for of_rank in of_ranks for chunk in of_rank[role]]
-        marks[f"{role}/{METADATA}"] = write_metadata(work.folder / role, tensors, written)
-        sync_folder(work.folder / role)
-    return marks
 
 
 def _rank_file(rank: int) -> str:

@@ -17,6 +17,7 @@ import torch
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.algos.token_losses import nll_loss
 from megatron_rl.errors import CheckpointError
+from megatron_rl.models.rectangles import padding
 from megatron_rl.types import FileMark
 from tests.helpers.checkpoints import differing, read_all
 from tests.helpers.run_ranks import run_ranks
@@ -119,6 +120,23 @@ class _Run:
             group["lr"] = 0.0
         optimizer.step_with_ready_grads()
 
+    def spoil(self, seed: int) -> None:
+        """Other masters, padding included, other random generators, and a gather of parameters that is under way."""
+        for param in self.saved._owned:
+            param.master.detach().fill_(0.7)
+        _seed(seed)
+        for chunk in self.trainable.model.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                self.trainable.model.complete_params()
+                chunk.start_param_sync()
+
+    def padding_is_zero(self) -> bool:
+        for param in self.saved._owned:
+            first, end = (edge - param.owned[0] for edge in padding(param.local, param.owned))
+            if param.master.detach().view(-1)[first:end].any():
+                return False
+        return True
+
     def save(self, folder: Path, background: bool = False) -> dict[str, FileMark]:
         self.files.begin(folder, {"actor": self.saved}, background)
         return self.files.finish()
@@ -132,14 +150,20 @@ class _Run:
         return {name: tensor.cpu() for name, tensor in export_hf(self.trainable.model)}
 
 
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def _random_numbers() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
 def _save_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str, out: str) -> dict[str, Any]:
-    torch.manual_seed(rank)
     run = _Run(folder, rank, world, layout, dtype)
     run.train(0)
+    _seed(rank)
     run.save(Path(out) / "saved")
     numbers, weights = _random_numbers(), run.export()
     chunks = run.saved.snapshot()
@@ -154,11 +178,13 @@ def _load_on_rank(
     rank: int, world: int, folder: str, layout: dict[str, Any], dtype: str, saved: str, out: str
 ) -> dict[str, Any]:
     run = _Run(folder, rank, world, layout, dtype, 0.3)
+    run.spoil(99)
     notes = run.load(Path(saved))
     numbers, weights = _random_numbers(), run.export()
     run.save(Path(out) / "loaded")
     steps = run.train(STEPS)
     run.save(Path(out) / "gone-on")
+    run.spoil(98)
     run.load(Path(saved))
     again = run.export()
     run.step_without_effect()
@@ -168,6 +194,7 @@ def _load_on_rank(
         "weights": weights,
         "steps": steps,
         "again": differing(weights, again),
+        "padding": run.padding_is_zero(),
         "unmoved": differing(weights, run.export()),
     }
 
@@ -223,6 +250,7 @@ def test_r2_going_on_from_a_checkpoint_is_going_on(saves: Saves, layout: str, dt
         assert str(before["steps"]) == str(after["steps"])
         assert not differing(before["weights"], after["weights"])
         assert not after["again"], "a load onto a model that has trained"
+        assert after["padding"]
         assert not after["unmoved"]
     assert len({str(of_rank["numbers"]) for of_rank in loaded}) == len(loaded), "ranks draw different numbers"
     assert not differing(read_all(saved.folder / "saved/actor"), read_all(tmp_path / "loaded/actor"))
@@ -239,7 +267,7 @@ def test_r2_another_layout_has_the_same_state_and_goes_on_alike(
     assert not differing(read_all(saved.folder / "saved/actor"), read_all(tmp_path / "loaded/actor"))
     for after in loaded:
         assert not differing(saved.ranks[0]["weights"], after["weights"])
-        assert not after["again"] and not after["unmoved"]
+        assert not after["again"] and not after["unmoved"] and after["padding"]
         assert len(after["notes"]) == 1 and after["notes"][0].startswith("random generators"), after["notes"]
     precision = 2e-5 if dtype == "float32" else 2e-2
     for (loss, lr), (wanted, wanted_lr) in zip(loaded[-1]["steps"], saved.ranks[-1]["steps"], strict=True):

@@ -15,9 +15,9 @@ from megatron_rl.weights.dcp import (
     Chunk,
     SavedTensors,
     WrittenChunk,
+    metadata_of,
     tensor_differences,
     write_chunks,
-    write_metadata,
 )
 from megatron_rl.weights.marked_files import mark_of, write_file
 
@@ -38,7 +38,7 @@ def _save(folder: Path) -> list[FileMark]:
         of_rank, mark = write_chunks(folder / f"rank_{rank}.distcp", chunks)
         written += of_rank
         marks.append(mark)
-    return [*marks, write_metadata(folder, TENSORS, written)]
+    return [*marks, write_file(folder / METADATA, metadata_of(TENSORS, written))]
 
 
 def test_any_rectangle_is_read_from_the_files_of_all_ranks(tmp_path: Path):
@@ -80,10 +80,9 @@ def test_no_folder_depends_on_where_it_was_written(tmp_path: Path):
 def test_numbers_that_no_rank_has_written_are_named(tmp_path: Path):
     written, _ = write_chunks(tmp_path / "rank_0.distcp", _chunks()[0])
     with pytest.raises(CheckpointError, match=r"not written each number once: w: 7 of 12 numbers"):
-        write_metadata(tmp_path, TENSORS, written)
+        metadata_of(TENSORS, written)
     with pytest.raises(CheckpointError, match=r"w: 14 of 12 numbers; steps: 2 of 1 numbers"):
-        write_metadata(tmp_path, TENSORS, [*written, *written])
-    assert not (tmp_path / METADATA).exists()
+        metadata_of(TENSORS, [*written, *written])
 
 
 def test_broken_files_are_named(tmp_path: Path):
