@@ -53,7 +53,7 @@ class RankGrid:
     engines: Replicas | None = None
     """Rollout engines; None if the ranks have none."""
     names: tuple[str, ...] = ()
-    """What each rank is, for the table of ranks, such as "tp 1 pp 0 dp 3"; empty if there is nothing to say."""
+    """What each rank is, such as "tp 1 pp 0 dp 3", for the table of ranks; empty if no table is wanted."""
 
     def __post_init__(self) -> None:
         for replicas in (self.dp, *([] if self.engines is None else [self.engines])):

@@ -71,7 +71,7 @@ class RayBackend:
     ) -> None:
         """Start every rank within cluster.start_timeout_s. On any error, everything that was started is stopped.
 
-        names: what each rank is, for the table of ranks. takes_cpus, check: see start_group.
+        names: what each rank is; none, and no table of ranks is printed. takes_cpus, check: see start_group.
         """
         self._name = worker_cls.__name__
         self._watch = RankWatch(uuid.uuid4().hex[:12], cluster.hang_timeout_s)
@@ -155,8 +155,9 @@ class RayBackend:
             self._facts = ask_nodes_of_themselves(nodes, os.environ, wanted, left_s)
             at = [self._facts[node] for node in nodes]
             placement = in_order(placement, [fact.topology for fact in at], [fact.address.ip for fact in at])
-            for line in differences(os.environ, {fact.host: fact.environment for fact in self._facts.values()}):
-                logger.warning(line)
+            if self._names:
+                for line in differences(os.environ, {fact.host: fact.environment for fact in self._facts.values()}):
+                    logger.warning(line)
         own_of = {node: fact.environment for node, fact in self._facts.items()}
         environments = [worker_environment(self._cluster, device, os.environ, own_of.get(node)) for node in nodes]
         self._actors = [
@@ -180,7 +181,7 @@ class RayBackend:
         for place in self._places:
             with suppress(psutil.NoSuchProcess):
                 self._local += [psutil.Process(place.pid)] if place.node_id == here else []
-        if self._facts or self.world > 1:
+        if self._names and (self._facts or self.world > 1):
             logger.info("ranks of %s\n%s", self._name, self._table())
         own = self._rank_environments(device)
         folder = None if in_copied_folder(os.environ) else os.getcwd()
@@ -251,7 +252,7 @@ class RayBackend:
             fact = self._facts.get(place.node_id)
             host, ip = (os.uname().nodename, place.ip) if fact is None else (fact.host, fact.address.ip)
             gpu = "-" if place.gpu_index < 0 else str(place.gpu_index)
-            rows.append((host, ip, gpu, self._names[rank] if self._names else ""))
+            rows.append((host, ip, gpu, self._names[rank]))
         return placement_table(rows)
 
     def _on_ranks(
