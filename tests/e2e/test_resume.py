@@ -15,6 +15,7 @@ from examples.quickstart.make_data import make
 from megatron_rl.config.load import load_config
 from megatron_rl.runs import verbs
 from tests.helpers.killing import STEPS, Cold, Warm, outcome, settings, unlike
+from tests.helpers.stack import needs_cpu_engine
 
 INLINE = "cluster.backend=inline"
 HALF = STEPS // 2
@@ -139,3 +140,22 @@ def test_a_checkpoints_model_is_exported(data: Path, tmp_path: Path, warm: Warm)
     assert one.keys() == two.keys() and all(bool((one[name] == two[name]).all()) for name in one)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert len(record["starts"]) == 1 and record["starts"][0]["command"] == record["command"]
+
+
+@needs_cpu_engine
+@pytest.mark.slow
+def test_engines_get_the_restored_weights_under_the_version_that_they_had(data: Path, tmp_path: Path) -> None:
+    """GRPO with vLLM through Ray: engine and trainer agree in the first step after the resume, and later."""
+    vllm = ["rollout.name=vllm", "rollout.kv_cache_gb=0.06", f"trainer.total_training_steps={HALF + 1}"]
+    for part in ("whole", "parts"):
+        (tmp_path / part).mkdir()
+    trained(Cold(), command(data, tmp_path / "whole", "grpo", *vllm), tmp_path / "whole.log")
+    half = [*vllm, f"trainer.total_training_steps={HALF - 1}"]
+    trained(Cold(), command(data, tmp_path / "parts", "grpo", *half), tmp_path / "first.log")
+    trained(Cold(), command(data, tmp_path / "parts", "grpo", *vllm), tmp_path / "second.log")
+    whole, parts = (outcome(tmp_path / part / "run") for part in ("whole", "parts"))
+    assert [row["step"] for row in parts["rows"]] == list(range(HALF + 2))
+    assert all(row["mismatch/abs_max"] < 1e-4 for row in parts["rows"] if row["step"])
+    whole["weights"] = {name: whole["weights"][name] for name in parts["weights"] if name in whole["weights"]}
+    parts["weights"] = {name: parts["weights"][name] for name in whole["weights"]}
+    assert unlike(whole, parts) == []

@@ -39,8 +39,9 @@ def settings(data: Path, runs: Path, algorithm: str, *more: str) -> list[str]:
     own = {
         "model.path": data / "model",
         "model.init": "random",
-        "data.train_files": data / ("sft_train.parquet" if sft else "train.parquet"),
-        "data.val_files": data / ("sft_val.parquet" if sft else "val.parquet"),
+        # Fewer rows than the steps take: the run's epochs pass by.
+        "data.train_files": _rows(data / ("sft_train.parquet" if sft else "train.parquet"), 40),
+        "data.val_files": _rows(data / ("sft_val.parquet" if sft else "val.parquet"), 8),
         "data.train_batch_size": 16,
         "actor.optim.lr": 1e-3,
         "actor.optim.lr_warmup_steps": 2,
@@ -65,7 +66,6 @@ def settings(data: Path, runs: Path, algorithm: str, *more: str) -> list[str]:
             "algorithm.use_kl_in_reward": "true",
             "algorithm.kl_ctrl.type": "adaptive",
             "trainer.test_freq": 2,
-            "data.val_files": _rows(data / "val.parquet", 8),
         }
     if algorithm == "ppo":
         own |= {"critic.share_backbone": "false", "critic.optim.lr": 1e-3, "actor.ppo_epochs": 1}
