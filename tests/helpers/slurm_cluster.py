@@ -189,7 +189,7 @@ class SlurmCluster:
 def two_nodes() -> Iterator[SlurmCluster]:
     """A cluster that runs for the block."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    cluster = SlurmCluster(folder, {node: f"rl-{os.getpid()}-{node}" for node in NODES})
+    cluster = SlurmCluster(folder, {node: f"slurm-{os.getpid()}-{node}" for node in NODES})
     try:
         cluster.start()
         yield cluster
