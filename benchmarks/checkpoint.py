@@ -1,6 +1,7 @@
 """Checkpoints of a model of 100 million parameters: seconds, bytes, balance, and what a save in the background costs.
 
     python -m benchmarks.checkpoint                                  # 1 and 2 ranks on the CPU, all cores busy
+    python -m benchmarks.checkpoint --layers 1 --tokens 128 --rounds 1 --most 2        # does it run
     python -m benchmarks.checkpoint --ranks 2 --device cuda --tokens 16384
 
 first   seconds of the first copy to host memory, which is made then
@@ -23,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,8 @@ class _Trainer:
         groups.init_process_group(rank, world, args.device)
         groups.init_model_parallel(topology_of(actor, world))
         device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
-        model = build.build_model(SHAPE, actor, "bfloat16" if args.device == "cuda" else "float32", device)
+        dtype = "bfloat16" if args.device == "cuda" else "float32"
+        model = build.build_model(replace(SHAPE, num_layers=args.layers), actor, dtype, device)
         convert.load_hf(model, lambda: RandomSource(1, 0.02))
         trainable = build.make_trainable(model, actor.optim, 1000)
         self.states: dict[Role, SavedState] = {"actor": SavedState(trainable, Offload(trainable, ()))}
@@ -175,13 +178,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tokens", type=int, default=512, help="of a rank and step")
+    parser.add_argument("--layers", type=int, default=SHAPE.num_layers)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most", type=int, default=12, help="steps beside one save; then training waits for it")
     parser.add_argument("--folder", help="on the disk to be measured")
     args = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    count = num_parameters(SHAPE, FAMILIES[SHAPE.architecture])
+    count = num_parameters(replace(SHAPE, num_layers=args.layers), FAMILIES[SHAPE.architecture])
     print(f"{count / 1e6:.1f} million parameters, {args.tokens} tokens a rank and step, {os.cpu_count()} cores")
     columns = "ranks  first  copied  written  beside   load      GB  largest  smallest      step    during  ratio"
     print(f"{columns}  steps counted")
