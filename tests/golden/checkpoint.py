@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.algos.token_losses import nll_loss
+from megatron_rl.workers.records import Role
 from tests.helpers.checkpoints import read_all
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
@@ -50,7 +51,8 @@ def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], load: str,
     from megatron_rl.mcore.offload import Offload
     from megatron_rl.workers.checkpoint import StateFiles
 
-    files, states = StateFiles(rank, world, actor), {"actor": SavedState(trainable, Offload(trainable, ()))}
+    files = StateFiles(rank, world, actor)
+    states: dict[Role, SavedState] = {"actor": SavedState(trainable, Offload(trainable, ()))}
 
     def steps(first: int) -> list[list[float]]:
         values: list[list[float]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,12 +123,8 @@ def test_a_machine_without_a_way_out(monkeypatch):
 
 
 def test_link_local_addresses_are_no_addresses_of_a_node(monkeypatch):
-    entry = type("Entry", (), {})
-
-    def of(family: int, address: str) -> object:
-        made = entry()
-        made.family, made.address = family, address
-        return made
+    def of(family: int, address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=address)
 
     ips = [of(socket.AF_INET6, "fe80::1%eth0"), of(socket.AF_INET6, "fd00::5"), of(socket.AF_INET, "10.0.0.5")]
     monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"eth0": ips, "eth1": ips[:1]})

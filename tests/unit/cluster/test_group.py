@@ -273,7 +273,7 @@ def test_the_table_of_ranks():
 
 def test_a_held_port_is_the_store_of_its_process_and_nobody_elses():
     """As a rank does: it holds the port from before the others hear of it until torch's store listens there."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     with held_port() as held:
         port = held.getsockname()[1]

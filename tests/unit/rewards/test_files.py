@@ -310,7 +310,7 @@ def test_a_reward_that_always_fails_stops_the_run_once_that_is_certain_and_leave
     cfg = RewardConfig(function=f"{folder}/mine.py:{name}", timeout_s=0.6, max_failed_share=0.05, num_workers=2)
     samples = [sample(str(number)) for number in range(200)]
     with RewardScorer(cfg) as scorer:
-        assert scorer._pool is not None
+        assert isinstance(scorer._pool, RewardPool)
         start = time.monotonic()
         with pytest.raises(RewardError, match=r"of 200 samples.*more than reward.max_failed_share 0.05") as error:
             scorer.score_or_stop(samples)
