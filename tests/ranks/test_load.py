@@ -16,7 +16,7 @@ from megatron_rl.parallel.topology import topology_of
 from megatron_rl.weights.safetensors import SafetensorsSource
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import save_tiny
-from tests.helpers.training import make_actor
+from tests.helpers.training import make_actor, rank_device
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], list[int]]] = {
     # family, ranks, layout, ranks that read: the first copy of each parameter.
@@ -48,7 +48,7 @@ def _load(rank: int, world: int, folder: str, layout: dict[str, Any], kind: type
     cpu.install()
     actor = make_actor(**layout)
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
-    model = build.build_model(read_model_shape(folder), actor, "float32", torch.device("cpu"))
+    model = build.build_model(read_model_shape(folder), actor, "float32", rank_device())
     for chunk in model.chunks:
         for param in chunk.parameters():
             param.data.fill_(float("nan"))
