@@ -74,7 +74,7 @@ def one_rank(data: Path) -> list[float]:
     return _sft(data, "sft-one", INLINE)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_n2_sft_on_two_ray_workers_equals_one_rank(data: Path, one_rank: list[float], layout: str) -> None:
     """N2: the same losses to 1e-4 over 20 steps, DP 2 and TP 2, through Ray."""
     assert len(one_rank) == STEPS and one_rank[-1] < one_rank[0] - 1.0
@@ -83,7 +83,7 @@ def test_n2_sft_on_two_ray_workers_equals_one_rank(data: Path, one_rank: list[fl
 
 
 @needs_cpu_engine
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_grpo_runs_on_two_ray_workers(data: Path, one_rank: list[float], layout: str) -> None:
     """GRPO with vLLM on DP 2 and TP 2, with every optional node of the flow: mini-batches, KL in loss and in reward. On
     DP 2 weights, gradients and optimizer live on the host while responses are generated. On TP 2 one engine spans both
