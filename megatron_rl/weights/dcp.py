@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -61,10 +62,21 @@ class WrittenChunk:
     """First byte and number of bytes in the file."""
 
 
+@contextmanager
+def _without_torchs_checksums() -> Generator[None]:
+    """torch.save's own would be one more pass over what the file's mark covers."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[WrittenChunk], FileMark]:
     """One rank's file, on the disk when this returns. Tensors must lie on the CPU. Raises CheckpointError."""
     written: list[WrittenChunk] = []
-    with naming(path, "written"), MarkedFile(path) as file:
+    with naming(path, "written"), MarkedFile(path) as file, _without_torchs_checksums():
         for chunk in chunks:
             first = file.tell()
             try:

@@ -61,8 +61,9 @@ def whole(data: Path, warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> d
 CASES = [("sft", "tp2"), ("sft", "dp2"), ("grpo", "dp2"), ("ppo", "tp2")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("algorithm", "layout"), [pytest.param(*case, marks=pytest.mark.slow if i else ()) for i, case in enumerate(CASES)]
+)
 def test_r1_a_run_goes_on_on_another_layout(
     data: Path, tmp_path: Path, warm: Warm, whole: dict[str, Any], algorithm: str, layout: str
 ) -> None:
