@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 
 from megatron_rl.mcore.build import Model, Trainable
 from megatron_rl.mcore.convert import shards_of, tensor_shapes
-from megatron_rl.mcore.offload import Offload
+from megatron_rl.mcore.offload import Offload, synchronize
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.rectangles import Span, even_part, padding, place_among_copies, rectangles
 from megatron_rl.models.rules import LocalParam
@@ -89,13 +89,13 @@ class SavedState:
         if not self._host:
             self._host = list(_host_memory(self._sizes()))
         chunks = list(self._copies(iter(self._host)))
-        _synchronize()
+        synchronize()
         return chunks
 
     def stream(self) -> Iterator[Chunk]:
         """What a snapshot has, each copied when it is asked for: host memory of one parameter. Training must wait."""
         for chunk in self._copies(torch.empty(size, dtype=torch.float32) for size in self._sizes()):
-            _synchronize()
+            synchronize()
             yield chunk
 
     def _sizes(self) -> list[int]:
@@ -152,11 +152,6 @@ class SavedState:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
         trainable.scheduler.num_steps = 0
         trainable.scheduler.step(increment=scalars[SCHEDULE_STEPS])
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
 
 
 def singles(optimizer: MegatronOptimizer) -> Iterator[Any]:

@@ -57,7 +57,7 @@ class Offload:
             if self._kept(kind):
                 self._memory(kind, sum(sizes)).copy_from(storages)
             self._away[kind] = list(zip(storages, sizes, strict=True))
-            _synchronize()
+            synchronize()
             for storage in storages:
                 storage.resize_(0)
             freed[kind] = sum(sizes)
@@ -80,7 +80,7 @@ class Offload:
             else:
                 for storage in storages:
                     _bytes_of(storage).zero_()
-            _synchronize()
+            synchronize()
         return self._note(OffloadReport(seconds=time.perf_counter() - start) if coming else OffloadReport())
 
     def read(self, tensor: torch.Tensor, start: int, into: torch.Tensor) -> None:
@@ -202,6 +202,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[arg-type]
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait until queued copies are done on the device; nothing on a CPU."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()

@@ -30,6 +30,7 @@ from megatron_rl.config.checks.checkpoint import CHECKPOINT, CHECKPOINTS, MANIFE
 from megatron_rl.config.sections.checkpoint import CheckpointConfig
 from megatron_rl.errors import BrokenCheckpoint, CheckpointError
 from megatron_rl.types import FileMark
+from megatron_rl.weights.marked_files import sync_folder, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -248,16 +249,16 @@ class Checkpoints:
         listed = {name: {"size": mark.size, "crc32": mark.crc32} for name, mark in sorted(marks.items())}
         _write(one.folder / MANIFEST_FILE, listed)
         for folder in (one.folder, *(path for path in one.folder.rglob("*") if path.is_dir())):
-            _sync(folder)
+            sync_folder(folder)
         target = one.folder.with_suffix("")
         if target.exists():
             self._remove(target)
         one.folder.rename(target)
-        _sync(self._folder)
+        sync_folder(self._folder)
         pointer = self._folder / _POINTER
         pointer.write_text(target.name + "\n", encoding="ascii")
         os.replace(pointer, self._folder / LATEST)
-        _sync(self._folder)
+        sync_folder(self._folder)
         return target, sum(mark.size for mark in marks.values())
 
     def _failed(self, folder: Path, error: Exception) -> None:
@@ -307,18 +308,4 @@ def kept(steps: list[int], values: Mapping[int, float], cfg: CheckpointConfig) -
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> FileMark:
-    data = json.dumps(content, indent=1).encode()
-    with file.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    return FileMark(len(data), zlib.crc32(data))
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return write_file(file, json.dumps(content, indent=1).encode())

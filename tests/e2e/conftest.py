@@ -4,9 +4,14 @@ would take nine seconds for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from examples.quickstart.make_data import make
 from tests.helpers import run_ranks
+from tests.helpers.killing import Warm
 from tests.helpers.stack import HAS_CPU_ENGINE
 
 ENGINE = [
@@ -21,3 +26,19 @@ ENGINE = [
 def pytest_collection_finish(session: pytest.Session) -> None:
     if HAS_CPU_ENGINE and any("test_vllm_" in item.nodeid for item in session.items):
         run_ranks.PRELOAD.extend(ENGINE)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quick start's model and data. What the runs of a module write lies beside them."""
+    folder = tmp_path_factory.mktemp("quickstart") / "data"
+    make(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """Starts runs from a process that has imported what they need."""
+    server = Warm()
+    yield server
+    server.close()

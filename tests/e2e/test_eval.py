@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-from examples.quickstart.make_data import make
-
 REPO = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quickstart") / "data"
-    make(folder, seed=0)
-    return folder
 
 
 def evaluate(data: Path, *settings: str) -> Path:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.quickstart.make_data import make
 from tests.helpers.killing import ALGORITHMS, Cold, Warm, killed_and_begun_again, outcome, settings, unlike
 
 INLINE = "cluster.backend=inline"
@@ -16,20 +14,6 @@ DTYPES = ("float32", "bfloat16")
 MOMENTS = 20
 QUICK = (("sft", 1), ("grpo", 0), ("grpo", 3), ("ppo", 0), ("ppo", 3))
 """(algorithm, number of the moment): the number's parity is the precision's."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quickstart") / "data"
-    make(folder, seed=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    server = Warm()
-    yield server
-    server.close()
 
 
 class Unbroken:

@@ -17,8 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.quickstart.make_data import make
-
 REPO = Path(__file__).resolve().parents[2]
 MARK = "MEGATRON_RL_TEST_OF_LEFTOVERS"
 GONE_S = 60.0
@@ -37,13 +35,6 @@ MOMENTS = {
     "the last steps": (f"step {STEPS - 2}/{STEPS}", 0.0),
 }
 QUICK = {("KILL", "between steps"), ("TERM", "building models"), ("INT", "second step")}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quickstart") / "data"
-    make(folder, seed=0)
-    return folder
 
 
 def command(data: Path, runs: Path) -> list[str]:

@@ -11,18 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from examples.quickstart.make_data import make
-
 REPO = Path(__file__).resolve().parents[2]
 CONFIG = str(REPO / "configs" / "ppo-add2-1n1g.yaml")
 STEPS = 2
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ppo") / "data"
-    make(folder, seed=0)
-    return folder
 
 
 def _run(data: Path, name: str, *overrides: str) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from examples.quickstart.make_data import make
 from megatron_rl.cluster import ray_wait
 from megatron_rl.cluster.janitor import kept_clean
 from megatron_rl.cluster.ray_backend import RayBackend
@@ -28,13 +27,6 @@ from megatron_rl.runs.trainer import Trainer
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS, KILLED_IN = 12, 7
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quickstart") / "data"
-    make(folder, seed=0)
-    return folder
 
 
 def killed_in(steps: list[int]) -> Callable[..., Any]:

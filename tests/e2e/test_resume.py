@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.quickstart.make_data import make
 from megatron_rl.config.load import load_config
 from megatron_rl.runs import verbs
 from tests.helpers.killing import STEPS, Cold, Warm, outcome, settings, unlike
@@ -20,20 +18,6 @@ from tests.helpers.stack import needs_cpu_engine
 INLINE = "cluster.backend=inline"
 HALF = STEPS // 2
 LAYOUTS = {"dp2": [], "tp2": ["actor.tp=2"]}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quickstart") / "data"
-    make(folder, seed=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    server = Warm()
-    yield server
-    server.close()
 
 
 def command(data: Path, runs: Path, algorithm: str, *more: str) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from examples.quickstart.make_data import make
 from megatron_rl.cluster import ray_runtime
 from megatron_rl.config.load import load_config
 from megatron_rl.config.sections.cluster import ClusterConfig
@@ -35,13 +34,6 @@ def one_ray() -> Iterator[None]:
     ray_runtime.acquire(cluster, "cpu")
     yield
     ray_runtime.release()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quickstart") / "data"
-    make(folder, seed=0)
-    return folder
 
 
 def _run(config: str, data: Path, name: str, overrides: list[str]) -> list[dict[str, Any]]:
