@@ -10,6 +10,7 @@ CORE = ["pydantic>=2.7", "PyYAML>=6", "numpy>=1.26", "rich>=13"]
 # What a run needs on every stack, beside the stack itself.
 RUN = [
     "einops>=0.8",
+    "gguf>=0.19",
     "math-verify>=0.9",
     "matplotlib>=3.9",
     "psutil>=5.9",
@@ -64,6 +65,8 @@ GPU = [
 
 # pyright runs on Node.js; the nodejs extra carries it as a wheel, for machines that have none.
 DEV = ["hypothesis>=6.100", "import-linter>=2.17", "pyright[nodejs]>=1.1.414", "pytest>=9", "ruff>=0.17"]
+# Oracles of tests: adapters as others write and read them, and a real sentencepiece model. Tests on two processes.
+DEV += ["accelerate>=1.15", "mistral-common>=1.13", "peft>=0.21", "pytest-xdist>=3.8"]
 # Linters of shell scripts and of the Dockerfile: programs, not Python, so they have wheels for some machines alone.
 DEV += [
     f"{name}; sys_platform == 'linux' and platform_machine == 'x86_64'"
