@@ -10,20 +10,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.sections.actor import OptimConfig, ParallelConfig
 from megatron_rl.mcore import adam
-from megatron_rl.mcore.attention import PackedAttention
+from megatron_rl.mcore.layers import expert_settings, layer_specs
 from megatron_rl.mcore.logprobs import VocabShard
-from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.rules import padded_vocab
 from megatron_rl.models.shape import ModelShape
@@ -146,8 +142,8 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_dim,
         qk_layernorm=compute.qk_norm,
-        ffn_hidden_size=shape.ffn_size,
-        **_experts(shape, parallel),
+        ffn_hidden_size=shape.dense_ffn_size or shape.ffn_size,
+        **expert_settings(shape, parallel),
         normalization=compute.norm,
         layernorm_epsilon=shape.rms_norm_eps,
         activation_func=_ACTIVATIONS[compute.activation],
@@ -191,24 +187,6 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
     )
 
 
-def _experts(shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
-    """Settings of layers with experts: every token reaches its experts, and nothing but the loss moves the router."""
-    if not shape.num_experts:
-        return {}
-    return {
-        "num_moe_experts": shape.num_experts,
-        "moe_ffn_hidden_size": shape.ffn_size,
-        "moe_router_topk": shape.num_experts_per_tok,
-        # Softmax over the chosen experts alone equals softmax over all, scaled to sum to 1 over the chosen.
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": False,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.expert_tp,
-    }
-
-
 def _recompute(mode: str) -> dict[str, Any]:
     if mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -217,19 +195,6 @@ def _recompute(mode: str) -> dict[str, Any]:
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
-
-
-def _layer_spec(shape: ModelShape, num_layers: int) -> TransformerBlockSubmodules:
-    """Megatron's local layer with this package's norm and attention, for one model chunk."""
-    compute = FAMILIES[shape.architecture].compute
-    spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, normalization=compute.norm)
-    layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if compute.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=cast(Any, RMSNorm))
 
 
 def build_model(
@@ -252,7 +217,7 @@ def build_model(
         with torch.device(device):
             chunk = ModelChunk(
                 config=config,
-                transformer_layer_spec=_layer_spec(shape, len(model.layers(stage, number))),  # type: ignore[arg-type]
+                transformer_layer_spec=layer_specs(shape, model.layers(stage, number)),  # type: ignore[arg-type]
                 vocab_size=padded_vocab(shape, parallel.tp),
                 max_sequence_length=shape.max_position_embeddings,
                 pre_process=stage == 0 and number == 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import gcd
+from typing import Literal
 
 from megatron_rl.models.rope import Rope
 
@@ -20,13 +21,31 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen and weighted (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report").
+
+    score: what turns a token's logits into scores, over all experts. bias: each expert's score gets a constant while
+    experts are chosen, and not in their weights. groups: experts form that many groups of equal size, and a token's
+    experts are of its groups_per_token best ones: by their two highest scores with a bias, by the highest without one.
+    scale: factor on the weights.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes that decide a transformer's tensors.
 
     ffn_size: inner size of the MLP, or of one expert. num_experts: of a layer with experts, 0 where there are none; a
-    token goes to the num_experts_per_tok of highest router probability, weighted by it (norm_topk_prob: scaled to sum
-    to 1). dense_layers: first layers without experts, whose MLP has the inner size dense_ffn_size. shared_ffn_size:
-    inner size of the MLP that all tokens pass beside their experts. rope: what is done to RoPE's frequencies.
+    token goes to num_experts_per_tok of them, as the router says (norm_topk_prob: their weights are scaled to sum to 1,
+    before the router's scale). dense_layers: first layers without experts, whose MLP has the inner size dense_ffn_size.
+    shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. rope: what is done to RoPE's
+    frequencies.
     """
 
     architecture: str
@@ -49,7 +68,12 @@ class ModelShape:
     dense_ffn_size: int = 0
     shared_ffn_size: int = 0
     latent: Latent | None = None
+    router: Router = field(default_factory=Router)
     rope: Rope = field(default_factory=Rope)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, by its global number, has experts in place of a plain MLP."""
+        return self.num_experts > 0 and layer >= self.dense_layers
 
     def split_ffn_sizes(self) -> list[int]:
         """Inner sizes of the MLPs that tensor parallelism splits; experts have ranks of their own."""

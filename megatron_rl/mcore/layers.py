@@ -1,0 +1,67 @@
+"""The layers of a model as Megatron builds them: dense ones, and those with experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_rl.config.sections.actor import ParallelConfig
+from megatron_rl.mcore.attention import PackedAttention
+from megatron_rl.mcore.norm import RMSNorm
+from megatron_rl.mcore.router import ExpertRouter
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.shape import ModelShape
+
+
+def expert_settings(shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
+    """TransformerConfig's settings of layers with experts: every token reaches its experts, and nothing but the loss
+    moves the router. How experts are chosen is not Megatron's to know (mcore/router.py).
+    """
+    if not shape.num_experts:
+        return {}
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_size or None,
+        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
+        "moe_router_topk": shape.num_experts_per_tok,
+        # A single expert's softmax over itself would be 1, which Megatron refuses; nothing else reads this.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.expert_tp,
+    }
+
+
+def layer_specs(shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, by their global numbers."""
+    specs = [_layer_spec(shape, shape.has_experts(layer)) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(Any, RMSNorm))
+
+
+def _layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
+    """Megatron's local layer with this package's norm, attention and router."""
+    compute = FAMILIES[shape.architecture].compute
+    num_experts = shape.num_experts if has_experts else None
+    spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=compute.norm)
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if compute.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if has_experts:
+        router = partial(ExpertRouter, router=shape.router, normed=shape.norm_topk_prob)
+        expert_submodules(layer.mlp).router = router
+    return spec
+
+
+def expert_submodules(mlp: Any) -> Any:
+    """Megatron's MoESubmodules in the spec of a layer's experts: megatron-core 0.19 binds them to the layer's class."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
