@@ -163,7 +163,7 @@ def _frequencies(head_dim: int, theta: float, rope: Rope, device: torch.device) 
     """[head_dim / 2] float32 radians a position."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     # In float32, as transformers and vLLM have it: far positions would turn by other angles otherwise.
-    return torch.tensor(rope.scaled((1.0 / theta**exponent).tolist()), dtype=torch.float32, device=device)
+    return torch.tensor(rope.scaled((1.0 / theta**exponent).tolist(), theta), dtype=torch.float32, device=device)
 
 
 def rotary(positions: torch.Tensor, head_dim: int, theta: float, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:

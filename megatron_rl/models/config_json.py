@@ -187,7 +187,7 @@ def _rope_theta(spec: Fields, fields: Mapping[str, Any]) -> Any:
 
 
 def _rope(spec: Fields, fields: Mapping[str, Any]) -> Rope:
-    rope = read_rope(spec.ropes, next(iter(rope_entries(fields).values())))
+    rope = read_rope(spec.ropes, next(iter(rope_entries(fields).values())), fields)
     assert isinstance(rope, Rope), "fields.unsupported has refused the entry"
     return rope
 

@@ -215,7 +215,7 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
             help_ = "if it is a note that changes nothing, remove it from config.json; if not, use another model"
             faults.append(Fault(f"{where}: {entry}", value, reason, help_))
     for entry, rope in rope_entries(content).items():
-        reason = read_rope(family.ropes, rope)
+        reason = read_rope(family.ropes, rope, content)
         if isinstance(reason, str):
             faults.append(Fault(f"{where}: {entry}", rope, reason, cure))
     if "head_dim" in content and content["head_dim"] is None and not family.null_head_dim:

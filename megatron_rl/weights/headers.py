@@ -30,7 +30,7 @@ def derived_fault(name: str, values: torch.Tensor, folder: Path) -> str | None:
     if shape is None:
         return f"surplus {name}"
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    frequencies = shape.rope.scaled([float(one) for one in shape.rope_theta**-exponents])
+    frequencies = shape.rope.scaled([float(one) for one in shape.rope_theta**-exponents], shape.rope_theta)
     wanted = torch.tensor(frequencies, dtype=torch.float64)
     if values.is_floating_point() and values.shape == wanted.shape:
         # Half precision rounds the low frequencies.

@@ -41,6 +41,14 @@ REFUSED: list[Variant] = [
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8.0, "rope_theta": 1e4}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 8, "rope_theta": 1e4}}),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}}),
+    (
+        "qwen3",
+        {"rope_scaling": {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 16}}
+        | {"original_max_position_embeddings": 32},
+    ),
     ("llama", {"rope_parameters": [1e4]}),
     ("llama", {"partial_rotary_factor": 0.5}),
     ("llama", {"quantization_config": {"quant_method": "awq"}}),
@@ -82,25 +90,53 @@ REFUSED: list[Variant] = [
     ("mixtral", {"is_causal": False}),
     ("mixtral", {"attention_bias": True}),
     ("mixtral", {"clip_qkv": 8.0}),
+    ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
 ]
 """The first entry is the one that is named."""
 
 _PLAIN_LLAMA = {"sliding_window": None, "logit_scale": 1.0, "is_causal": True, "bias": False, "qk_norm": False}
 _BASE_ABOVE = {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None}
 
+# Their first context is shorter than the sequences of the tests.
+_SHORT = {"original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | _SHORT
+YARN = {"rope_type": "yarn", "factor": 4.0} | _SHORT
+LINEAR = {"type": "linear", "factor": 2.5}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+_TO_64 = {"max_position_embeddings": 64}
+
+
+def _scaled(rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """As files of today have it: the base in the same entry."""
+    return _TO_64 | {"rope_theta": ABSENT, "rope_parameters": rope | {"rope_theta": 777.0}} | changes
+
+
+def _older(rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """As older files have it: the base at the top."""
+    return _TO_64 | {"rope_theta": 5e3, "rope_scaling": rope, "rope_parameters": ABSENT} | changes
+
+
+SCALED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families that compute every kind of RoPE."""
+
 FIRST: list[Variant] = [
-    ("llama", _PLAIN_LLAMA | _BASE_ABOVE | {"head_dim": 96, "tie_word_embeddings": True}),
+    ("llama", _PLAIN_LLAMA | _older(LLAMA3) | {"head_dim": 96, "tie_word_embeddings": True}),
     (
         "qwen2",
         {"sliding_window": 4, "max_window_layers": 0, "use_sliding_window": False, "head_dim": ABSENT}
-        | {"rope_theta": 33.0, "rope_parameters": ABSENT, "layer_types": None, "max_length": 64, "temperature": 0.6},
+        | _older(YARN)
+        | {"layer_types": None, "max_length": 64, "temperature": 0.6},
     ),
     (
         "qwen3",
         {"layer_types": FULL, "rope_parameters": {"rope_theta": 31.0}, "rms_norm_eps": 1e-2, "sliding_window": 4},
     ),
-    ("qwen3_moe", {"norm_topk_prob": False, "head_dim": 96, "sliding_window": 4, "rms_norm_eps": ABSENT}),
-    ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
+    (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "head_dim": 96, "sliding_window": 4, "rms_norm_eps": ABSENT}
+        | _scaled(YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 4.0, "truncate": False}),
+    ),
+    ("mixtral", _older(LINEAR) | {"rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
 ]
 """One of each family: with these the default suite starts vLLM."""
 
@@ -129,4 +165,11 @@ PASSING: list[Variant] = [
     ("qwen3_moe", dict.fromkeys(("norm_topk_prob", "rope_parameters", "rms_norm_eps", "head_dim"), ABSENT)),
     ("mixtral", {"norm_topk_prob": True, "router_jitter_noise": 0.0, "sliding_window": None}),
     ("mixtral", {"head_dim": 96, "tie_word_embeddings": True, "rope_parameters": ABSENT, "rms_norm_eps": ABSENT}),
+    ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
+    *((family, _scaled(kind)) for family in SCALED for kind in (LLAMA3, YARN, LINEAR, DYNAMIC)),
+    ("mixtral", _scaled(LLAMA3)),
+    ("mixtral", _older(LINEAR)),
+    ("llama", _older(YARN | {"attention_factor": 0.7})),
+    ("llama", _older({"type": "yarn", "factor": 4.0}) | _SHORT),
+    ("qwen2", _scaled(YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 4.0, "beta_slow": 2.0})),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.models.fields import Fields
 from megatron_rl.models.known import known
 from megatron_rl.models.layouts import Cols, Qkv, Rows, Whole, ffn, hidden, query_size, vocab
+from megatron_rl.models.rope import KINDS
 from megatron_rl.models.rules import Family, Rule, same_layers
 
 ATTENTION = (
@@ -34,7 +35,7 @@ OUTPUT = Rule("output_layer.weight", Rows(vocab, hidden), ("lm_head.weight",))
 
 LLAMA = Family(
     "LlamaForCausalLM",
-    Fields("llama"),
+    Fields("llama", ropes=KINDS),
     layer=same_layers(*ATTENTION, *MLP),
     embedding=EMBEDDING,
     final_norm=FINAL_NORM,

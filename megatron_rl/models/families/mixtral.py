@@ -6,6 +6,7 @@ from megatron_rl.models.families.llama import ATTENTION, EMBEDDING, FINAL_NORM, 
 from megatron_rl.models.fields import Fields
 from megatron_rl.models.known import known
 from megatron_rl.models.layouts import Cols, Rows, Whole, experts, ffn, hidden
+from megatron_rl.models.rope import Linear, Llama3, Rope
 from megatron_rl.models.rules import Family, Rule, same_layers
 
 EXPERTS = (
@@ -35,6 +36,8 @@ MIXTRAL = Family(
         norm_topk_prob=True,
         rope_theta=1e6,
         rms_norm_eps=1e-5,
+        # transformers fails on dynamic and YaRN where head_dim is not in the file, as in Mixtral's.
+        ropes=(Rope, Linear, Llama3),
     ),
     layer=same_layers(*ATTENTION, *EXPERTS),
     embedding=EMBEDDING,

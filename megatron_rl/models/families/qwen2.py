@@ -6,6 +6,7 @@ from megatron_rl.models.families.llama import ATTENTION, EMBEDDING, FINAL_NORM, 
 from megatron_rl.models.fields import Compute, Fields
 from megatron_rl.models.known import known
 from megatron_rl.models.layouts import Qkv
+from megatron_rl.models.rope import KINDS
 from megatron_rl.models.rules import Family, Rule, same_layers
 
 QKV_BIAS = Rule(
@@ -17,7 +18,7 @@ QKV_BIAS = Rule(
 _NAME = "Qwen2ForCausalLM"
 QWEN2 = Family(
     _NAME,
-    Fields("qwen2", ("num_key_value_heads",), null_head_dim=False, switches_window=True),
+    Fields("qwen2", ("num_key_value_heads",), null_head_dim=False, switches_window=True, ropes=KINDS),
     layer=same_layers(*ATTENTION, QKV_BIAS, *MLP),
     embedding=EMBEDDING,
     final_norm=FINAL_NORM,

@@ -6,6 +6,7 @@ from megatron_rl.models.families.llama import ATTENTION, EMBEDDING, FINAL_NORM, 
 from megatron_rl.models.fields import Compute, Fields
 from megatron_rl.models.known import known
 from megatron_rl.models.layouts import Cols, Rows, Whole, experts, ffn, head_dim, hidden
+from megatron_rl.models.rope import KINDS
 from megatron_rl.models.rules import Family, Rule, same_layers
 
 QK_NORM = (
@@ -32,7 +33,7 @@ ROUTED = (
 _DENSE, _MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 QWEN3 = Family(
     _DENSE,
-    Fields("qwen3", ("num_key_value_heads", "head_dim"), switches_window=True),
+    Fields("qwen3", ("num_key_value_heads", "head_dim"), switches_window=True, ropes=KINDS),
     layer=same_layers(*ATTENTION, *QK_NORM, *MLP),
     embedding=EMBEDDING,
     final_norm=FINAL_NORM,
@@ -56,6 +57,7 @@ QWEN3_MOE = Family(
         experts=True,
         null_head_dim=False,
         switches_window=True,
+        ropes=KINDS,
     ),
     layer=same_layers(*ATTENTION, *QK_NORM, MLP_NORM, *ROUTED),
     embedding=EMBEDDING,

@@ -2,54 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.mcore.packing import rotary
 from megatron_rl.models.fields import rope_entries
-from megatron_rl.models.rope import Rope, read_rope
+from megatron_rl.models.rope import KINDS, Dynamic, Linear, Llama3, Rope, Yarn, read_rope
 
-
-@dataclass(frozen=True)
-class Slow(Rope):
-    """Frequencies divided by a factor, as rope_type linear has them; cosines and sines twice as large."""
-
-    rope_type: ClassVar[str] = "linear"
-    factor: float
-
-    @property
-    def amplitude(self) -> float:
-        """See Rope."""
-        return 2.0
-
-    def scaled(self, frequencies: Sequence[float]) -> list[float]:
-        """See Rope."""
-        return [one / self.factor for one in frequencies]
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+FAR = {"max_position_embeddings": 256}
 
 
 @pytest.mark.parametrize(
-    ("entry", "expected"),
+    ("entry", "model", "expected"),
     [
-        (None, Rope()),
-        ({}, Rope()),
-        ({"rope_theta": 5.0, "factor": None, "partial_rotary_factor": 1}, Rope()),
-        ({"rope_type": "linear", "factor": 4}, Slow(4)),
-        ({"type": "linear", "factor": 4.0}, Slow(4.0)),
-        ({"rope_type": "linear"}, "rope_type linear needs factor: a number above 0"),
-        ({"rope_type": "linear", "factor": True}, "needs factor"),
-        ({"rope_type": "linear", "factor": 2, "beta": 1}, "beta is no part of rope_type linear"),
-        ({"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}, "over a part of the head"),
-        ({"rope_type": "default", "type": "linear", "factor": 4}, "type, factor are no part"),
-        ({"rope_type": "yarn", "factor": 4}, "only plain RoPE (rope_type default) or rope_type linear"),
-        ([], "is not a mapping"),
+        (None, {}, Rope()),
+        ({}, {}, Rope()),
+        ({"rope_theta": 5.0, "factor": None, "partial_rotary_factor": 1}, {}, Rope()),
+        ({"rope_type": "linear", "factor": 4.0}, {}, Linear(4.0)),
+        ({"type": "linear", "factor": 4.0, "attention_factor": 1}, FAR, Linear(4.0)),
+        ({"rope_type": "linear", "factor": 4}, FAR, "vLLM reads factor 4 of rope_type linear only as 4.0"),
+        ({"rope_type": "linear"}, {}, "rope_type linear needs factor: a number above 0"),
+        ({"rope_type": "linear", "factor": True}, {}, "needs factor"),
+        ({"rope_type": "linear", "factor": 2.0, "beta": 1}, {}, "beta is no part of rope_type linear"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, {}, "over a part of the head"),
+        ({"rope_type": "default", "type": "linear", "factor": 4}, {}, "type, factor are no part of plain RoPE"),
+        ({"rope_type": "dynamic", "factor": 2.0}, FAR, Dynamic(2.0)),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 1e3}, FAR, "alpha is no part"),
+        ({"rope_type": "llama3"} | LLAMA3, FAR, Llama3(8.0, 1.0, 4.0, 64)),
+        ({"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1}, FAR, "must be below high_freq_factor 1"),
+        # At the top of config.json, where transformers 5 looks first; and where neither has it.
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            FAR | {"original_max_position_embeddings": 64},
+            Yarn(4.0, 64),
+        ),
+        ({"rope_type": "yarn", "factor": 4.0}, FAR, Yarn(4.0, 256)),
+        ({"rope_type": "yarn"} | YARN, FAR | {"original_max_position_embeddings": 64}, Yarn(4.0, 64)),
+        ({"rope_type": "yarn"} | YARN, FAR | {"original_max_position_embeddings": 32}, "64 differs from 32"),
+        ({"rope_type": "yarn"} | YARN, FAR | {"original_max_position_embeddings": None}, "is null"),
+        ({"rope_type": "yarn", "factor": 4.0}, {}, "needs original_max_position_embeddings"),
+        ({"rope_type": "yarn"} | YARN, {"max_position_embeddings": 257}, "where vLLM's table of cosines ends"),
+        (
+            {"rope_type": "yarn", "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0} | YARN,
+            FAR,
+            Yarn(4.0, 64, mscale=0, beta_fast=16, beta_slow=2, truncate=False),
+        ),
+        ({"rope_type": "yarn", "attention_factor": None, "mscale_all_dim": None} | YARN, FAR, Yarn(4.0, 64)),
+        ({"rope_type": "yarn", "truncate": None} | YARN, FAR, "truncate None of rope_type yarn must be true or false"),
+        ({"rope_type": "yarn", "beta_fast": None} | YARN, FAR, "beta_fast None of rope_type yarn must be a number"),
+        ({"rope_type": "yarn", "mrope_section": [1, 1]} | YARN, FAR, "mrope_section is no part"),
+        ({"rope_type": "longrope", "factor": 4}, {}, "only plain RoPE (rope_type default) or rope_type linear or"),
+        ({"full_attention": {"rope_theta": 1e4}}, {}, "differs by layer type"),
+        ([], {}, "is not a mapping"),
     ],
 )
-def test_an_entry_is_one_kind_or_refused(entry: object, expected: Rope | str) -> None:
-    kind = read_rope((Rope, Slow), entry)
+def test_an_entry_is_one_kind_or_refused(entry: object, model: dict[str, Any], expected: Rope | str) -> None:
+    kind = read_rope(KINDS, entry, model)
     if isinstance(expected, Rope):
         assert kind == expected
     else:
@@ -57,7 +69,8 @@ def test_an_entry_is_one_kind_or_refused(entry: object, expected: Rope | str) ->
 
 
 def test_a_family_without_plain_rope_wants_an_entry() -> None:
-    assert read_rope((Slow,), None) == "does not say which of rope_type linear the model has"
+    assert read_rope((Linear,), None) == "does not say which of rope_type linear the model has"
+    assert "only rope_type linear" in str(read_rope((Linear,), {"rope_type": "yarn"}))
 
 
 def test_the_older_entry_stands_before_the_newer() -> None:
@@ -68,11 +81,33 @@ def test_the_older_entry_stands_before_the_newer() -> None:
     assert rope_entries({"rope_scaling": []}) == {"rope_scaling": []}
 
 
-def test_queries_and_keys_turn_by_the_scaled_frequencies() -> None:
-    positions = torch.arange(0, 40, 4)
-    cos, sin = rotary(positions, 8, 1e4, Slow(4.0))
-    plain_cos, plain_sin = rotary(positions // 4, 8, 1e4, Rope())
-    assert torch.allclose(cos, 2 * plain_cos) and torch.allclose(sin, 2 * plain_sin)
-    frequencies = 1.0 / 1e4 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8)
-    angles = torch.outer(positions // 4, frequencies)
-    assert torch.equal(plain_cos[:, 0], torch.cat([angles, angles], -1).cos())
+@pytest.mark.parametrize("theta", [1e4, 777.0])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "dynamic", "factor": 3.0},
+        {"rope_type": "llama3"} | LLAMA3,
+        {"rope_type": "llama3"} | LLAMA3 | {"factor": 32.0, "low_freq_factor": 2.0},
+        {"rope_type": "yarn"} | YARN,
+        {"rope_type": "yarn"} | YARN | {"attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0},
+        {"rope_type": "yarn"} | YARN | {"mscale": 1.5, "mscale_all_dim": 0.8, "beta_fast": 8.0, "beta_slow": 2.0},
+        {"rope_type": "yarn"} | YARN | {"mscale": 2.0, "truncate": False},
+        {"rope_type": "yarn"} | YARN | {"beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},
+    ],
+    ids=str,
+)
+def test_queries_and_keys_turn_by_the_angles_of_transformers(entry: dict[str, Any], theta: float) -> None:
+    """To the last position, far beyond the first context; larger or smaller by the same factor."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    entry = entry | {"rope_theta": theta}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, rope_parameters=dict(entry), **FAR)
+    positions = torch.arange(256)
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    kind = read_rope(KINDS, entry, FAR)
+    assert isinstance(kind, Rope)
+    for one, wanted in zip(rotary(positions, 32, theta, kind), theirs, strict=True):
+        assert (one[:, 0] - wanted[0]).abs().max() < 3e-5 * kind.amplitude
