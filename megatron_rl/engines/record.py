@@ -35,6 +35,9 @@ class Engine:
     """Keys of OPTIONAL_SETTINGS that have an effect on it."""
     refuse_keyword: Callable[[str], Refusal | None] | None = None
     """Why a keyword of rollout.engine_kwargs may not be given, or None if it may; None: it takes no keywords."""
+    adapter_ranks: tuple[int, ...] = ()
+    """Ranks of LoRA adapters that it has kernels for, ascending; it then holds one beside its weights
+    (model.lora.sync=adapter). Empty: it holds none."""
     head_dims: tuple[int, ...] | None = None
     """Attention head sizes that it has kernels for; None: all."""
     derives_head_dim: frozenset[str] = frozenset()
@@ -44,6 +47,11 @@ class Engine:
     def runs_model(self) -> bool:
         """Its log-probabilities are a model's, and can be compared with the trainer's."""
         return self.parameters != "none"
+
+    @property
+    def takes_adapters(self) -> bool:
+        """It can hold a LoRA adapter beside its weights."""
+        return bool(self.adapter_ranks)
 
     @property
     def takes_whole_tensors(self) -> bool:

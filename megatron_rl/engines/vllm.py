@@ -89,6 +89,7 @@ ENGINE = Engine(
     shares_weights=True,
     settings=frozenset(OPTIONAL_SETTINGS),
     refuse_keyword=why_refused,
+    adapter_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     derives_head_dim=frozenset({"Qwen2ForCausalLM"}),
 )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from megatron_rl.config.sections.base import UserPath, section
+from megatron_rl.config.sections.lora import LoraConfig
 
 
 @section
@@ -20,3 +23,4 @@ class ModelConfig:
     """pretrained reads the weights from `path`; random draws them from trainer.seed, the same for every layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the trained parameters; with bfloat16 the optimizer keeps float32 master parameters."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)

@@ -132,12 +132,12 @@ _MODEL: dict[str, Verdict] = {
     "use_liger": every(_SPEED),
     "use_fused_kernels": every(_SPEED),
     "trust_remote_code": every(_FAMILIES),
-    "lora_rank": off("LoRA", "set it to 0: LoRA is not offered yet"),
+    "lora_rank": off("LoRA of a critic", "set it to 0: only the actor has adapters"),
     "lora_alpha": every("read with LoRA only"),
     "target_modules": every("read with LoRA only"),
     "target_parameters": every("read with LoRA only"),
     "exclude_modules": every("read with LoRA only"),
-    "lora_adapter_path": off("LoRA", "merge the adapter into the model first"),
+    "lora_adapter_path": off("LoRA of a critic", "merge the adapter into the model first"),
     "strategy": every(_BACKEND),
 }
 _OPTIM: dict[str, Verdict] = {
@@ -486,7 +486,7 @@ GROUPS: dict[str, KeyGroup] = {
     "global_profiler.": KeyGroup("no profiler runs", ("steps",), lacks="a profiler"),
     **{f"{part}mtp.": _MTP for part in (MODEL, CRITIC + "model.", ROLLOUT)},
     **{
-        f"{part}lora.": KeyGroup("no LoRA, as here", ("rank", "adapter_path"), lacks="LoRA")
+        f"{part}lora.": KeyGroup("no LoRA, as here", ("rank", "adapter_path"), lacks="LoRA of a critic")
         for part in (MODEL, CRITIC + "model.")
     },
     **{f"{part}tiled_mlp.": KeyGroup(_SPEED) for part in (MODEL, CRITIC + "model.")},

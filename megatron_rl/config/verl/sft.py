@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from megatron_rl.config.text.reader import Entry
-from megatron_rl.config.verl import rules, training
+from megatron_rl.config.verl import lora, rules, training
 from megatron_rl.config.verl.keys import ACTOR, MODEL
 from megatron_rl.config.verl.work import DEFAULT, Work
 
@@ -69,11 +69,15 @@ def _engine(latest: dict[str, Entry]) -> str:
     return "megatron" if any(f"engine.{name}" in latest for name in _OF_MEGATRON) else "fsdp"
 
 
+_OWN = ("init", "dtype", "eos_token", *(f"lora.{name}" for name in ("path", "sync", "save", "use_rslora")))
+"""Keys of our section `model` that verl's does not have."""
+
+
 def _rl_name(key: str, megatron: bool) -> str:
     if key in _NAMES:
         return _NAMES[key]
     section, _, rest = key.partition(".")
-    if not rest or (section == "model" and rest in ("init", "dtype", "eos_token")):
+    if not rest or (section == "model" and rest in _OWN):
         return key
     engine = ACTOR + ("megatron." if megatron else "fsdp_config.")
     return {"engine": engine, "optim": ACTOR + "optim.", "model": MODEL}.get(section, section + ".") + rest
@@ -233,6 +237,7 @@ RULES = (
     training.sequence_parallel,
     training.context_parallel,
     training.expert_split,
+    lora.lora,
     _defaults,
     rules.run_folder,
     rules.logger,

@@ -13,7 +13,7 @@ from functools import cache
 
 from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.text.schema import Schema
-from megatron_rl.config.verl import keys, neutral, rules, sft, training
+from megatron_rl.config.verl import keys, lora, neutral, rules, sft, training
 from megatron_rl.config.verl.work import DEFAULT, Mapped, Translation, Work
 
 
@@ -36,7 +36,7 @@ def translate(entries: Iterable[Entry], schema: Schema) -> Translation:
     trains_alone = sft.is_sft(list(latest))
     latest, names = sft.renamed(latest) if trains_alone else (latest, {})
     work = Work(latest, schema, names)
-    chosen = sft.RULES if trains_alone else (*rules.RULES, *training.RULES)
+    chosen = sft.RULES if trains_alone else (*rules.RULES, *training.RULES, lora.lora)
     for combine in chosen:
         combine(work)
     for entry in list(latest.values()):
@@ -174,7 +174,8 @@ def known_keys() -> tuple[str, ...]:
     """Every key of verl that the tables name by itself."""
     switches = [prefix + name for prefix, group in neutral.GROUPS.items() for name in group.switches if name]
     tables: tuple[Iterable[str], ...] = (
-        keys.RENAMED, keys.SPECIAL, keys.CHOICES, keys.FREE, neutral.NEUTRAL, rules.KEYS, training.KEYS, switches,
+        keys.RENAMED, keys.SPECIAL, keys.CHOICES, keys.FREE,
+        neutral.NEUTRAL, rules.KEYS, training.KEYS, lora.KEYS, switches,
     )  # fmt: skip
     return tuple(dict.fromkeys(key for table in tables for key in table))
 

@@ -43,8 +43,8 @@ def run(folder: Path, *overrides: str) -> list[Fault]:
 
 
 LACKS = [
-    ([f"{M}lora_rank=32", f"{M}lora_alpha=16", f"{M}target_modules=all-linear"], f"{M}lora_rank", "LoRA"),
-    ([f"{M}lora.rank=16", f"{M}lora.alpha=32", f"{M}lora.merge=True"], f"{M}lora.rank", "LoRA"),
+    (["critic.model.lora_rank=32", "critic.model.lora_alpha=16"], "critic.model.lora_rank", "LoRA of a critic"),
+    (["critic.model.lora.rank=16", "critic.model.lora.alpha=32"], "critic.model.lora.rank", "LoRA of a critic"),
     ([f"{R}name=sglang"], f"{R}name", "SGLang"),
     ([f"{R}name=trtllm"], f"{R}name", "TensorRT-LLM"),
     ([f"{R}multi_turn.enable=True", f"{R}multi_turn.max_user_turns=5"], f"{R}multi_turn.enable", "several turns"),
@@ -156,7 +156,6 @@ SFT = [
     (["engine=deepspeed"], "engine", "another training backend", "write megatron"),
     (["trainer.save_freq=after_each_epoch"], "trainer.save_freq", "after each epoch", "number of steps"),
     (["optim.optimizer=sgd"], "optim.optimizer", "another optimizer", "write adam"),
-    (["model.lora_rank=8"], "model.lora_rank", "LoRA", "set it to 0"),
     (["data.prompt_key=p", "data.prompt_dict_keys=[a,b]"], "data.prompt_dict_keys", "several fields", "name one field"),
     (["data.micro_batch_size=8"], "data.micro_batch_size", "over all ranks", "micro_batch_size_per_gpu"),
     (["data.ignore_input_ids_mismatch=True"], "data.ignore_input_ids_mismatch", "joined turns", "set it to false"),

@@ -393,7 +393,7 @@ def test_experts_are_split_as_verl_splits_them(tmp_path: Path) -> None:
         (f"{ACTOR}policy_loss.loss_mode=clip_cov", "choices: vanilla"),
         ("algorithm.rollout_correction.rollout_rs=seq_max_k2", "choices: token"),
         (f"{verl_keys.REF}megatron.tensor_model_parallel_size=4", "same value"),
-        (f"{verl_keys.MODEL}lora_rank=32", "LoRA is not offered yet"),
+        ("critic.model.lora_rank=32", "only the actor has adapters"),
         (f"{ROLLOUT}multi_turn.enable=True", "turn it off"),
         (f"{ROLLOUT}response_length=100", "remove it"),
         (f"{ROLLOUT}data_parallel_size=2", "remove it"),
