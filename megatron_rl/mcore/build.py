@@ -21,6 +21,7 @@ from megatron_rl.mcore import adam
 from megatron_rl.mcore.layers import expert_settings, layer_specs
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.lora import Adapters
 from megatron_rl.models.rules import padded_vocab
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.groups import tp_group
@@ -65,7 +66,7 @@ class Model:
     """A model on this rank, ready to run forward. chunks are what the pipeline schedule takes.
 
     lm_head, value_head: what follows the hidden states. An actor has the first, a critic the second, a model that is
-    both has both.
+    both has both. adapters: what trains in place of the weights (mcore/lora.py); None if there are none.
     """
 
     shape: ModelShape
@@ -74,6 +75,7 @@ class Model:
     chunks: list[torch.nn.Module]
     lm_head: bool = True
     value_head: bool = False
+    adapters: Adapters | None = None
 
     def layers(self, stage: int, chunk: int) -> range:
         """Layers of a model chunk of a pipeline stage, by global number."""
@@ -94,9 +96,10 @@ class Model:
         last, chunk = self.last_chunk, self.chunks[-1]
         assert last is not None and self.lm_head, "only the last pipeline stage has a head"
         weight = last.head_weight()
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+        waits = isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
+        if waits and weight.requires_grad:
             # Megatron waits for a parameter where its module runs, and the head's never does: see linear_logprobs.
-            chunk.param_to_bucket_group[weight].finish_param_sync()
+            cast(DistributedDataParallel, chunk).param_to_bucket_group[weight].finish_param_sync()
         return weight
 
     def complete_params(self) -> None:

@@ -1,6 +1,6 @@
 """What of a Trainable is saved, as rectangles of Hugging Face tensors, and how it is put back.
 
-Saved of each tensor of the model: its float32 master and AdamW's two means, as `param/<name>`, `exp_avg/<name>` and
+Saved of each tensor that trains: its float32 master and AdamW's two means, as `param/<name>`, `exp_avg/<name>` and
 `exp_avg_sq/<name>`; and the steps of optimizer and schedule. No layout is in them: any other reads its own rectangles.
 A rank saves what its optimizer updates. What several ranks update alike is cut evenly among them.
 """
@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from megatron_rl.mcore.build import Model, Trainable
-from megatron_rl.mcore.convert import shards_of, tensor_shapes
+from megatron_rl.mcore.convert import shards_of, tensor_shapes, trained_part
 from megatron_rl.mcore.offload import Offload, synchronize
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.rectangles import Span, even_part, padding, place_among_copies, rectangles
@@ -78,7 +78,8 @@ class SavedState:
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of each saved tensor, whole."""
-        shapes = tensor_shapes(self._trainable.model)
+        model = self._trainable.model
+        shapes = tensor_shapes(model, trained_part(model))
         scalars = dict.fromkeys(SCALARS, ((), torch.int64))
         return {f"{kind}/{name}": (size, torch.float32) for kind in KINDS for name, size in shapes.items()} | scalars
 
@@ -199,7 +200,7 @@ def _owned(trainable: Trainable) -> Iterator[OwnedParam]:
     output = FAMILIES[model.shape.architecture].output.megatron
     for number, chunk in enumerate(model.bare_chunks):
         params = dict(chunk.named_parameters())
-        for shards in shards_of(model, pp_group().rank(), number):
+        for shards in shards_of(model, pp_group().rank(), number, trained_part(model)):
             group = expert_group() if shards[0].expert else tp_group()
             param = shards[group.rank()]
             if params[param.name] not in masters:

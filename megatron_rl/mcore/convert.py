@@ -7,12 +7,14 @@ tensor-parallel ranks; experts are split over expert-parallel ranks instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import torch
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.build import Model
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.lora import adapter_params, adapter_shapes
 from megatron_rl.models.rules import LocalParam, hf_shapes, megatron_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.beat import beat
@@ -22,10 +24,28 @@ from megatron_rl.parallel.topology import is_last_chunk
 from megatron_rl.weights.heads import value_head_params, value_head_shapes
 from megatron_rl.weights.safetensors import WeightSource, refuse_nonfinite
 
+Part = Literal["weights", "adapters"]
+"""What of a model: its own weights, or the adapters beside them."""
 
-def chunk_params(model: Model, stage: int, chunk: int, tp_rank: int, expert_rank: int) -> list[LocalParam]:
+
+def trained_part(model: Model) -> Part:
+    """What of it trains."""
+    return "weights" if model.adapters is None else "adapters"
+
+
+def chunk_params(
+    model: Model, stage: int, chunk: int, tp_rank: int, expert_rank: int, part: Part = "weights"
+) -> list[LocalParam]:
     """The parameters of one model chunk on one rank: tp_rank in tp_group, expert_rank in expert_group."""
     parallel, shape = model.parallel, model.shape
+    if part == "adapters":
+        layout = {"tp": parallel.tp, "tp_rank": tp_rank}
+        family, layers = FAMILIES[shape.architecture], model.layers(stage, chunk)
+        return (
+            []
+            if model.adapters is None
+            else list(adapter_params(shape, family, model.adapters, layers=layers, **layout))
+        )
     ep_rank, etp_rank = divmod(expert_rank, parallel.expert_tp)
     post_process = is_last_chunk(stage, chunk, pp=parallel.pp, vpp=parallel.vpp)
     params = list(
@@ -55,27 +75,36 @@ def lm_head_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {} if shape.tie_word_embeddings else {name: (shape.vocab_size, shape.hidden_size)}
 
 
-def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(model: Model, part: Part = "weights") -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor of the model with the heads that it has, in export order."""
+    if part == "adapters":
+        assert model.adapters is not None
+        return adapter_shapes(model.shape, FAMILIES[model.shape.architecture], model.adapters)
     shapes = hf_shapes(model.shape, FAMILIES[model.shape.architecture])
     if not model.lm_head:
         shapes = {name: size for name, size in shapes.items() if name not in lm_head_shapes(model.shape)}
     return shapes | (value_head_shapes(model.shape) if model.value_head else {})
 
 
-def shards_of(model: Model, stage: int, chunk: int) -> Iterator[tuple[LocalParam, ...]]:
+def shards_of(model: Model, stage: int, chunk: int, part: Part = "weights") -> Iterator[tuple[LocalParam, ...]]:
     """Each parameter of one model chunk as the ranks that share it hold it, in the order of their group."""
-    by_tp = [chunk_params(model, stage, chunk, rank, 0) for rank in range(model.parallel.tp)]
+    by_tp = [chunk_params(model, stage, chunk, rank, 0, part) for rank in range(model.parallel.tp)]
     experts = model.parallel.ep * model.parallel.expert_tp if model.shape.num_experts else 1
-    by_expert = [chunk_params(model, stage, chunk, 0, rank) for rank in range(experts)]
+    by_expert = [chunk_params(model, stage, chunk, 0, rank, part) for rank in range(experts)]
     for of_tp, of_expert in zip(zip(*by_tp, strict=True), zip(*by_expert, strict=True), strict=True):
         yield of_expert if of_expert[0].expert else of_tp
 
 
-def _checked_parameters(model: Model, chunk: int, params: list[LocalParam]) -> dict[str, torch.nn.Parameter]:
+def own_params(model: Model, chunk: int, part: Part) -> list[LocalParam]:
+    """The parameters of one of this rank's chunks."""
+    return chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank(), part)
+
+
+def _checked_parameters(model: Model, chunk: int) -> dict[str, torch.nn.Parameter]:
     """The chunk's parameters by name, compared with the table. Raises CheckpointError naming each difference."""
     held = dict(model.bare_chunks[chunk].named_parameters())
-    expected = {param.name: param.shape for param in params}
+    parts: tuple[Part, ...] = ("weights", "adapters")
+    expected = {param.name: param.shape for part in parts for param in own_params(model, chunk, part)}
     faults = [f"{name} is not in the table" for name in held if name not in expected]
     faults += [f"{name} is not in the model" for name in expected if name not in held]
     faults += [
@@ -91,7 +120,7 @@ def _checked_parameters(model: Model, chunk: int, params: list[LocalParam]) -> d
 
 
 @torch.no_grad()
-def load_hf(model: Model, open_source: Callable[[], WeightSource]) -> None:
+def load_hf(model: Model, open_source: Callable[[], WeightSource], part: Part = "weights") -> None:
     """Fill this rank's shard with the blocks that it holds. Padding rows become 0. A collective over all ranks.
 
     Weights are read once: of the ranks that hold the same parameter, the first one reads it, into its place, and sends
@@ -101,12 +130,12 @@ def load_hf(model: Model, open_source: Callable[[], WeightSource]) -> None:
     tensors, and if tensors hold numbers that are not finite in the model's precision, naming them.
     """
     copies = {False: dp_cp_group(), True: expert_dp_group()}
-    reader = _Reader(open_source, tensor_shapes(model)) if any(group.rank() == 0 for group in copies.values()) else None
+    reads = any(group.rank() == 0 for group in copies.values())
+    reader = _Reader(open_source, tensor_shapes(model, part)) if reads else None
     _refuse_faults(reader)
     for chunk in range(model.parallel.vpp):
-        params = chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
-        held = _checked_parameters(model, chunk, params)
-        for param in params:
+        held = _checked_parameters(model, chunk)
+        for param in own_params(model, chunk, part):
             beat(f"load of {param.name}")
             target, group = held[param.name].detach(), copies[param.expert]
             if reader is not None and group.rank() == 0:
@@ -180,6 +209,7 @@ def export_hf(
     model: Model,
     dtype: torch.dtype | None = None,
     of: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+    part: Part = "weights",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every HF tensor whole, chunk after chunk, on every rank: a collective over tensor-, expert-
     and pipeline-parallel ranks.
@@ -189,16 +219,15 @@ def export_hf(
     tensor is new memory, never reused.
     """
     model.complete_params()
-    shapes = tensor_shapes(model)
+    shapes = tensor_shapes(model, part)
     stages, parallel = pp_group(), model.parallel
     done: set[str] = set()
     for chunk in range(parallel.vpp):
         for stage in range(parallel.pp):
             held = None
             if stages.rank() == stage:
-                params = chunk_params(model, stage, chunk, tp_group().rank(), expert_group().rank())
-                held = _checked_parameters(model, chunk, params)
-            for shards in shards_of(model, stage, chunk):
+                held = _checked_parameters(model, chunk)
+            for shards in shards_of(model, stage, chunk, part):
                 names = _names(shards)
                 # The last stage of a tied model holds a copy of the embedding, which was exported with the first stage.
                 if not done.issuperset(names):

@@ -14,11 +14,11 @@ import torch
 
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.mcore.build import Model
-from megatron_rl.mcore.convert import chunk_params, largest
+from megatron_rl.mcore.convert import largest, own_params
 from megatron_rl.mcore.packing import MicroBatch
 from megatron_rl.messages import first_of
 from megatron_rl.parallel.collectives import gathered
-from megatron_rl.parallel.groups import dp_rank, expert_group, pp_group, tp_group
+from megatron_rl.parallel.groups import dp_rank
 from megatron_rl.types import BadMicroBatch
 
 _SHOWN = 10
@@ -90,7 +90,7 @@ def bad_tensors(model: Model, limit: float) -> list[str]:
         return []
     found: list[str] = []
     for chunk in range(model.parallel.vpp):
-        params = chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
+        params = [*own_params(model, chunk, "weights"), *own_params(model, chunk, "adapters")]
         values = dict(model.bare_chunks[chunk].named_parameters())
         for param in params:
             at = 0

@@ -80,8 +80,8 @@ class _LinearLogprob(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden)
-        # Chunks add up in float32: half precision would lose the small ones.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # Chunks add up in float32: half precision would lose the small ones. A frozen head has no gradient.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(columns), weight, 2 * _CHUNK_BYTES):
             grad_logits = logit_grads_(
                 torch.mm(hidden[part], weight.t()),
@@ -94,11 +94,13 @@ class _LinearLogprob(torch.autograd.Function):
                 grad_entropy=None if grad_entropy is None else grad_entropy[part],
             )
             torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is None:
+                continue
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.t(), hidden[part])
             else:
                 grad_weight += torch.mm(grad_logits.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def linear_logprobs(

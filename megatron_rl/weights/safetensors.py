@@ -63,6 +63,14 @@ class _File(Protocol):
     def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
+def opened(file: Path) -> _File:
+    """A file of safetensors. Raises CheckpointError if it is not complete."""
+    try:
+        return cast("_File", safe_open(str(file), framework="pt"))
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: not a complete safetensors file ({error}); copy it again") from error
+
+
 class SafetensorsSource:
     """The safetensors of a model folder, opened lazily; only the rows and columns asked for are read."""
 
@@ -72,7 +80,7 @@ class SafetensorsSource:
         if index.exists():
             self._file_of = _files_of(index)
         elif single.exists():
-            self._file_of = dict.fromkeys(self._opened(single).keys(), single.name)
+            self._file_of = dict.fromkeys(opened(single).keys(), single.name)
         else:
             raise CheckpointError(f"{self.path}: no model.safetensors and no {INDEX_NAME}; write the weights there")
         absent = sorted({file for file in self._file_of.values() if not (self.path / file).exists()})
@@ -80,17 +88,10 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.path}: {INDEX_NAME} names files that are missing: {', '.join(absent)}")
         self._handles: dict[str, _File] = {}
 
-    @staticmethod
-    def _opened(file: Path) -> _File:
-        try:
-            return cast("_File", safe_open(str(file), framework="pt"))
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: not a complete safetensors file ({error}); copy it again") from error
-
     def _handle(self, name: str) -> _File:
         file = self._file_of[name]
         if file not in self._handles:
-            self._handles[file] = self._opened(self.path / file)
+            self._handles[file] = opened(self.path / file)
         return self._handles[file]
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:

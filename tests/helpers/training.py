@@ -11,6 +11,7 @@ from megatron_rl.algos.token_losses import TokenLoss
 from megatron_rl.config.sections.actor import ActorConfig, OptimConfig
 from megatron_rl.data.batching import plan_batches
 from megatron_rl.models.config_json import read_model_shape
+from megatron_rl.models.lora import Adapters
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.types import TrainBatch
 
@@ -36,18 +37,25 @@ def build(
     dtype: str = "float32",
     total_steps: int = 100,
     init_std: float | None = None,
+    adapters: Adapters | None = None,
 ) -> Any:
-    """The trainable policy of this rank; joins megatron's groups. init_std: draw weights instead of reading them."""
+    """The trainable policy of this rank; joins megatron's groups. init_std: draw weights instead of reading them.
+    adapters: train these, from seed 1, and not the weights.
+    """
     from megatron_rl.mcore import cpu
 
     cpu.install()
-    from megatron_rl.mcore import build, convert
+    from megatron_rl.mcore import build, convert, lora
     from megatron_rl.parallel import groups
+    from megatron_rl.weights.peft_files import NewAdapters
     from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource
 
     groups.init_model_parallel(topology_of(actor, world), actor.vpp)
     policy = build.build_model(read_model_shape(folder), actor, dtype, rank_device())
     convert.load_hf(policy, lambda: SafetensorsSource(folder) if init_std is None else RandomSource(1, init_std))
+    if adapters is not None:
+        policy = lora.attach(policy, adapters, 1)
+        convert.load_hf(policy, lambda: NewAdapters(1), "adapters")
     return build.make_trainable(policy, actor.optim, total_steps)
 
 
