@@ -21,6 +21,7 @@ from megatron_rl.observe.beat import beat
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import dp_cp_group, expert_dp_group, expert_group, pp_group, tp_group
 from megatron_rl.parallel.topology import is_last_chunk
+from megatron_rl.reshard.views import flat_rows
 from megatron_rl.weights.heads import value_head_params, value_head_shapes
 from megatron_rl.weights.safetensors import WeightSource, refuse_nonfinite
 
@@ -166,7 +167,7 @@ class _Reader:
         """Write all of a parameter, unless there is a fault."""
         if self.fault:
             return
-        at = 0
+        at, target = 0, flat_rows(target)
         try:
             for block in param.blocks:
                 rows = target[at : at + block.num_rows].copy_(self.source.read(block))
@@ -228,14 +229,21 @@ def export_hf(
             if stages.rank() == stage:
                 held = _checked_parameters(model, chunk)
             for shards in shards_of(model, stage, chunk, part):
-                names = _names(shards)
                 # The last stage of a tied model holds a copy of the embedding, which was exported with the first stage.
-                if not done.issuperset(names):
+                if done.issuperset(_names(shards)):
+                    continue
+                done.update(_names(shards))
+                whole = None if held is None else of(held[shards[0].name])
+                empty = torch.empty(0, dtype=dtype or model.config.params_dtype, device=model.device)
+                # An expert of each rank at a time: a layer's experts together may be larger than the rest of the model.
+                for number, pieces in enumerate(zip(*(shard.experts() for shard in shards), strict=True)):
+                    names = _names(pieces)
                     beat(f"export of {next(iter(names))}")
-                    tensors = _gathered(shards, held, shapes, dtype, of) if held is not None else {}
-                    empty = torch.empty(0, dtype=dtype or model.config.params_dtype, device=model.device)
+                    tensors: dict[str, torch.Tensor] = {}
+                    if whole is not None:
+                        local = whole[number : number + 1] if pieces[0].expert else whole
+                        tensors = _gathered(pieces, local if dtype is None else local.to(dtype), shapes)
                     yield from _from_stage(stage, list(names), tensors, shapes, empty)
-                done.update(names)
 
 
 def _names(shards: tuple[LocalParam, ...]) -> dict[str, None]:
@@ -244,16 +252,13 @@ def _names(shards: tuple[LocalParam, ...]) -> dict[str, None]:
 
 
 def _gathered(
-    shards: tuple[LocalParam, ...],
-    held: dict[str, torch.nn.Parameter],
-    shapes: dict[str, tuple[int, ...]],
-    dtype: torch.dtype | None,
-    of: Callable[[torch.nn.Parameter], torch.Tensor],
+    shards: tuple[LocalParam, ...], local: torch.Tensor, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
-    """The HF tensors of one Megatron parameter, from all ranks that share it."""
+    """The HF tensors of one Megatron parameter, or of an expert of each rank, from all ranks that share it.
+
+    local: this rank's shard.
+    """
     group = expert_group() if shards[0].expert else tp_group()
-    local = of(held[shards[group.rank()].name])
-    local = local if dtype is None else local.to(dtype)
     split = any(shard.blocks != shards[0].blocks for shard in shards)
     parts = [local] if not split else [torch.empty_like(local) for _ in shards]
     if split:
@@ -261,7 +266,7 @@ def _gathered(
         torch.distributed.all_gather(parts, local.contiguous(), group=group)
     whole = {name: local.new_empty(shapes[name]) for name in _names(shards)}
     for shard, part in zip(shards[: len(parts)], parts, strict=True):
-        at = 0
+        at, part = 0, flat_rows(part)
         for block in shard.blocks:
             target = whole[block.hf_name][slice(*block.rows)]
             target = target if block.cols is None else target[:, slice(*block.cols)]

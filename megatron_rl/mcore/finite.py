@@ -19,6 +19,7 @@ from megatron_rl.mcore.packing import MicroBatch
 from megatron_rl.messages import first_of
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import dp_rank
+from megatron_rl.reshard.views import flat_rows
 from megatron_rl.types import BadMicroBatch
 
 _SHOWN = 10
@@ -95,7 +96,7 @@ def bad_tensors(model: Model, limit: float) -> list[str]:
         for param in params:
             at = 0
             for block in param.blocks:
-                if not _all_within([values[param.name][at : at + block.num_rows]], limit):
+                if not _all_within([flat_rows(values[param.name])[at : at + block.num_rows]], limit):
                     found.append(block.hf_name)
                 at += block.num_rows
     return found or [f"{name} (rows of padding)" for _, name, p in held if not _all_within([p], limit)]

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.mcore.attention import PackedAttention
+from megatron_rl.mcore.experts import StackedExperts
 from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.mcore.router import ExpertRouter
 from megatron_rl.models import FAMILIES
@@ -46,7 +47,7 @@ def layer_specs(shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
 
 
 def _layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
-    """Megatron's local layer with this package's norm, attention and router."""
+    """Megatron's local layer with this package's norm, attention, router and experts."""
     compute = FAMILIES[shape.architecture].compute
     num_experts = shape.num_experts if has_experts else None
     spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=compute.norm)
@@ -58,7 +59,8 @@ def _layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if has_experts:
         router = partial(ExpertRouter, router=shape.router, normed=shape.norm_topk_prob)
-        expert_submodules(layer.mlp).router = router
+        submodules = expert_submodules(layer.mlp)
+        submodules.router, submodules.experts = router, StackedExperts
     return spec
 
 

@@ -12,12 +12,12 @@ seen as 192 rows: experts.0.gate_proj rows 12:24, experts.0.up_proj rows 12:24, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
-from megatron_rl.models.rules import Family, LocalParam, Rule, hf_shapes
+from megatron_rl.models.rules import Family, LocalParam, Rule, expert_stack, hf_shapes
 from megatron_rl.models.shape import ModelShape
 
 VOCAB_PADDING = 64
@@ -90,7 +90,12 @@ def engine_params(
             fused.setdefault(rule.engine_name, []).append(rule)
         for name, rules in fused.items():
             if rules[0].expert:
-                yield _stack(prefix + name, rules, prefix, shape, experts, (tp, tp_rank) if ep == 1 else (1, 0))
+                split = (tp, tp_rank) if ep == 1 else (1, 0)
+
+                def blocks_of(rule: Rule, prefix: str = prefix, split: tuple[int, int] = split) -> list[Block]:
+                    return _blocks(rule, prefix, shape, *split)
+
+                yield expert_stack(prefix + name, rules, experts, blocks_of)
             else:
                 yield _param(
                     prefix + name, [one for rule in rules for one in _blocks(rule, prefix, shape, tp, tp_rank)]
@@ -117,7 +122,7 @@ def live_params(params: Iterable[LocalParam], live: Mapping[str, tuple[int, ...]
     renamed: list[LocalParam] = []
     faults: list[str] = []
     for param in params:
-        name = _live_name(param.name, live)
+        name = live_name(param.name, live)
         if name not in live:
             faults.append(f"the engine lacks {param.name}")
         elif tuple(live[name]) != param.shape:
@@ -130,7 +135,8 @@ def live_params(params: Iterable[LocalParam], live: Mapping[str, tuple[int, ...]
     return tuple(renamed)
 
 
-def _live_name(name: str, live: Mapping[str, tuple[int, ...]]) -> str:
+def live_name(name: str, live: Container[str]) -> str:
+    """A parameter's name in an engine whose parameters are `live`."""
     for stack in _STACKS:
         short = stack.removeprefix("routed_experts.")
         if name.endswith("." + short):
@@ -139,10 +145,10 @@ def _live_name(name: str, live: Mapping[str, tuple[int, ...]]) -> str:
     return name
 
 
-def _param(name: str, blocks: list[Block], shape: tuple[int, ...] | None = None, expert: bool = False) -> LocalParam:
+def _param(name: str, blocks: list[Block], shape: tuple[int, ...] | None = None) -> LocalParam:
     rows, cols = sum(block.num_rows for block in blocks), blocks[0].cols
     local = (rows,) if cols is None else (rows, cols[1] - cols[0])
-    return LocalParam(name, shape or local, tuple(blocks), expert)
+    return LocalParam(name, shape or local, tuple(blocks))
 
 
 def _vocab(name: str, rule: Rule, shape: ModelShape, tp: int, tp_rank: int) -> LocalParam:
@@ -153,18 +159,3 @@ def _vocab(name: str, rule: Rule, shape: ModelShape, tp: int, tp_rank: int) -> L
 
 def _blocks(rule: Rule, prefix: str, shape: ModelShape, parts: int, rank: int) -> list[Block]:
     return rule.layout.engine([prefix + name for name in rule.hf], shape, parts, rank)
-
-
-def _stack(
-    name: str, rules: list[Rule], prefix: str, shape: ModelShape, experts: range, split: tuple[int, int]
-) -> LocalParam:
-    """All of a rank's experts in one parameter, one after the other: w13 [E, 2 * f, h], say, of gate and up."""
-    blocks = [
-        block
-        for expert in experts
-        for rule in rules
-        for block in _blocks(rule.of_expert(expert, 0), prefix, shape, *split)
-    ]
-    rows, cols = sum(block.num_rows for block in blocks) // len(experts), blocks[0].cols
-    assert cols is not None, f"experts are matrices: {name}"
-    return _param(name, blocks, (len(experts), rows, cols[1] - cols[0]), expert=True)

@@ -39,8 +39,8 @@ def rectangles(param: LocalParam, span: Span, most: int | None = None) -> Iterat
     """The rectangles of a range, in order: at most three of a block, more where `most` numbers are the limit of one.
     Padding is in none.
     """
-    width = param.shape[1] if len(param.shape) == 2 else 1
-    rows_of_one = max(1, most // width) if most else param.shape[0]
+    width = param.width
+    rows_of_one = max(1, most // width) if most else param.num_rows
     row = 0
     for block in param.blocks:
         first, end = row * width, (row + block.num_rows) * width
@@ -73,8 +73,7 @@ def _rectangle(block: Block, first: int, start: int, stop: int, width: int) -> R
 
 def padding(param: LocalParam, span: Span) -> Span:
     """The numbers of a range that are padding; an empty range where none are."""
-    width = param.shape[1] if len(param.shape) == 2 else 1
-    end = sum(block.num_rows for block in param.blocks) * width
+    end = sum(block.num_rows for block in param.blocks) * param.width
     return (max(span[0], end), max(span[1], end))
 
 

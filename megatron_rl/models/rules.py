@@ -8,14 +8,16 @@ Example: TP 2, rank 1, 4 query heads and 2 KV heads of head_dim 8, hidden 32. Th
 
 Experts have a split of their own: ep ranks hold different experts, etp ranks hold parts of the same ones.
 
-Example: 8 experts of inner size 24, ep 4, etp 2, expert rank (1, 1): local_experts.0.linear_fc1.weight is
-    experts.2.gate_proj rows 12:24, experts.2.up_proj rows 12:24
+Example: 8 experts of inner size 24, hidden 16, ep 4, etp 2, expert rank (1, 1): experts.linear_fc1.weight [2, 24, 16]
+is seen as 48 rows, which are
+    experts.2.gate_proj rows 12:24, experts.2.up_proj rows 12:24, experts.3.gate_proj rows 12:24, experts.3.up_proj ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 from megatron_rl.models.fields import Compute, Fields
@@ -27,8 +29,8 @@ from megatron_rl.models.shape import ModelShape
 class LocalParam:
     """One rank's parameter: its Megatron name, its shape, and its blocks from top to bottom.
 
-    Rows past the last block are padding (a vocabulary that TP does not divide) and hold zeros. expert: the ranks that
-    share it are those of ep and etp, else those of tp.
+    Rows past the last block are padding (a vocabulary that TP does not divide) and hold zeros. expert: a stack of
+    experts [number, rows, columns], whose ranks are those of ep and etp; ranks of other parameters are those of tp.
     """
 
     name: str
@@ -36,15 +38,32 @@ class LocalParam:
     blocks: tuple[Block, ...]
     expert: bool = False
 
+    @property
+    def width(self) -> int:
+        """Numbers of a row; a stack [E, r, c] has E * r rows."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, with padding."""
+        return prod(self.shape) // self.width
+
+    def experts(self) -> list[LocalParam]:
+        """A stack's experts [1, rows, columns] one by one; a parameter that is no stack, as it is."""
+        if not self.expert:
+            return [self]
+        count = len(self.blocks) // self.shape[0]
+        parts = (self.blocks[at : at + count] for at in range(0, len(self.blocks), count))
+        return [replace(self, shape=(1, *self.shape[1:]), blocks=blocks) for blocks in parts]
+
 
 @dataclass(frozen=True)
 class Rule:
     """One line of a family's table: a Megatron parameter, its layout, and the HF tensors it is made of.
 
-    A `*` in the names stands for an expert: in HF names its number, in Megatron's its number among its rank's experts.
+    A `*` in the HF names stands for an expert's number; the parameter is then the stack of all of a rank's experts.
     engine: the vLLM parameter that the tensors lie in; rules of a layer that name the same one are fused there, end to
-    end. With experts it holds all of a rank's. live: the name in a model that transformers has loaded, of all experts
-    together, where it is not that of the checkpoint.
+    end. live: the name in a model that transformers has loaded, of all experts together, if a checkpoint has another.
     """
 
     megatron: str
@@ -55,18 +74,17 @@ class Rule:
 
     @property
     def expert(self) -> bool:
-        """There is one such parameter for each expert."""
-        return "*" in self.megatron
+        """There are such tensors for each expert."""
+        return "*" in self.hf[0]
 
     @property
     def engine_name(self) -> str:
         """The vLLM parameter below `model.layers.N.`."""
         return self.engine or self.hf[0]
 
-    def of_expert(self, number: int, local: int) -> Rule:
-        """The rule of one expert."""
-        hf = tuple(name.replace("*", str(number)) for name in self.hf)
-        return replace(self, megatron=self.megatron.replace("*", str(local)), hf=hf)
+    def of_expert(self, number: int) -> Rule:
+        """The rule with the tensors of one expert."""
+        return replace(self, hf=tuple(name.replace("*", str(number)) for name in self.hf))
 
 
 LayerRules = Callable[[ModelShape, int], tuple[Rule, ...]]
@@ -106,7 +124,7 @@ def hf_shapes(shape: ModelShape, family: Family) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor of the model, in export order. Tied models have no output tensor."""
     shapes: dict[str, tuple[int, ...]] = {family.embedding.hf[0]: (shape.vocab_size, shape.hidden_size)}
     for layer in range(shape.num_layers):
-        for rule in layer_rules(family.layer(shape, layer), range(shape.num_experts)):
+        for rule in _by_expert(family.layer(shape, layer), range(shape.num_experts)):
             for name, size in zip(rule.hf, rule.layout.sizes(shape), strict=True):
                 shapes[f"model.layers.{layer}.{name}"] = size
     shapes[family.final_norm.hf[0]] = (shape.hidden_size,)
@@ -125,17 +143,29 @@ def num_parameters(shape: ModelShape, family: Family) -> int:
     return count
 
 
-def layer_rules(rules: tuple[Rule, ...], experts: range) -> Iterator[Rule]:
+def _by_expert(rules: tuple[Rule, ...], experts: range) -> Iterator[Rule]:
     """The rules of a layer, then those of its experts, once for each of `experts`."""
     yield from (rule for rule in rules if not rule.expert)
-    for local, number in enumerate(experts):
-        yield from (rule.of_expert(number, local) for rule in rules if rule.expert)
+    for number in experts:
+        yield from (rule.of_expert(number) for rule in rules if rule.expert)
 
 
-def _local(name: str, blocks: list[Block], rows: int | None = None, expert: bool = False) -> LocalParam:
+def expert_stack(
+    name: str, rules: Sequence[Rule], experts: range, blocks_of: Callable[[Rule], list[Block]]
+) -> LocalParam:
+    """All of a rank's experts in one parameter [experts, rows, columns], one after the other; of each, the tensors of
+    `rules` end to end. blocks_of: the rank's blocks of an expert's rule.
+    """
+    blocks = [block for number in experts for rule in rules for block in blocks_of(rule.of_expert(number))]
+    rows, cols = sum(block.num_rows for block in blocks) // len(experts), blocks[0].cols
+    assert cols is not None, f"experts are matrices: {name}"
+    return LocalParam(name, (len(experts), rows, cols[1] - cols[0]), tuple(blocks), expert=True)
+
+
+def _local(name: str, blocks: list[Block], rows: int | None = None) -> LocalParam:
     rows = sum(block.num_rows for block in blocks) if rows is None else rows
     cols = blocks[0].cols
-    return LocalParam(name, (rows,) if cols is None else (rows, cols[1] - cols[0]), tuple(blocks), expert)
+    return LocalParam(name, (rows,) if cols is None else (rows, cols[1] - cols[0]), tuple(blocks))
 
 
 def _vocab(rule: Rule, shape: ModelShape, tp: int, rank: int) -> LocalParam:
@@ -171,13 +201,16 @@ def megatron_params(
         yield _vocab(family.embedding, shape, tp, tp_rank)
     for local, layer in enumerate(layers):
         rules = family.layer(shape, layer)
-        num_shared = sum(not rule.expert for rule in rules)
-        for at, rule in enumerate(layer_rules(rules, experts)):
-            expert = at >= num_shared
-            names = [f"model.layers.{layer}.{name}" for name in rule.hf]
-            size, rank = (etp, etp_rank) if expert else (tp, tp_rank)
-            blocks = rule.layout.trainer(names, shape, size, rank)
-            yield _local(f"decoder.layers.{local}.{rule.megatron}", blocks, expert=expert)
+
+        def blocks_of(rule: Rule, split: tuple[int, int], layer: int = layer) -> list[Block]:
+            return rule.layout.trainer([f"model.layers.{layer}.{name}" for name in rule.hf], shape, *split)
+
+        for rule in sorted(rules, key=lambda rule: rule.expert):
+            name = f"decoder.layers.{local}.{rule.megatron}"
+            if rule.expert:
+                yield expert_stack(name, [rule], experts, partial(blocks_of, split=(etp, etp_rank)))
+            else:
+                yield _local(name, blocks_of(rule, (tp, tp_rank)))
     if post_process:
         yield _local(family.final_norm.megatron, [Block(family.final_norm.hf[0], (0, shape.hidden_size))])
         if not shape.tie_word_embeddings:

@@ -84,15 +84,13 @@ def _content(param: LocalParam) -> object:
 
 def _why_not(param: LocalParam, holders: Mapping[str, Sequence[LocalParam]]) -> str:
     """For people who read a plan: why this parameter is copied."""
-    blocks, num_rows = _filled(param), param.shape[0]
-    if len(param.shape) > 2:
-        return "stacks experts that the trainer keeps apart"
+    blocks = _filled(param)
     if not all(holders.get(block.hf_name) for block in blocks):
         return "some of its values are on other ranks"
     held = {id(one): one for block in blocks for one in holders[block.hf_name]}
     for one in held.values():
         if _filled(one) == blocks:
-            return f"has {num_rows} rows with padding, the trainer's {one.name} {one.shape[0]}"
+            return f"has {param.num_rows} rows with padding, the trainer's {one.name} {one.num_rows}"
     if any(_rows(_filled(one)) == _rows(blocks) for one in held.values()):
         return "has the trainer's rows in another order"
     return "is not one trained parameter of this rank"

@@ -350,14 +350,10 @@ def _rects_of(shard: Shard) -> dict[str, tuple[Rect, ...]]:
 def _check_blocks(rank: int, param: LocalParam) -> None:
     """Refuse blocks that have more rows than their parameter, or another width."""
     flat = len(param.shape) == 1
-    rows = sum(block.num_rows for block in param.blocks)
-    width = param.shape[-1]
-    room = param.shape[0] if flat else 1
-    for size in () if flat else param.shape[:-1]:
-        room *= size
+    rows, room = sum(block.num_rows for block in param.blocks), param.num_rows
     for block in param.blocks:
         wide = None if block.cols is None else block.cols[1] - block.cols[0]
-        if block.num_rows < 0 or wide != (None if flat else width):
+        if block.num_rows < 0 or wide != (None if flat else param.width):
             raise ReshardError(
                 f"process {rank}: {param.name} {list(param.shape)} cannot hold rows {block.rows} cols {block.cols} of "
                 f"{block.hf_name}: the shapes differ"

@@ -33,7 +33,7 @@ def checkpoint_views(tensors: Mapping[str, torch.Tensor], shape: ModelShape, fam
             if not rule.live:
                 continue
             tensor = views.pop(prefix + rule.live)
-            rules = [rule.of_expert(number, 0) for number in range(shape.num_experts)] if rule.expert else [rule]
+            rules = [rule.of_expert(number) for number in range(shape.num_experts)] if rule.expert else [rule]
             for one, values in zip(rules, tensor if rule.expert else [tensor], strict=True):
                 parts = values.chunk(len(one.hf))
                 views.update({prefix + name: part for name, part in zip(one.hf, parts, strict=True)})

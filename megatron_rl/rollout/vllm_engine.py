@@ -139,7 +139,7 @@ class VllmEngine:
         set_num_threads(threads)
         self._beat_each_step()
         self._part = self._find_part()
-        self._shared = frozenset(shared)
+        self._shared = frozenset(self._loaded.shared)
         if self._on_cpu:
             # Packed experts cannot be read back; on CPU there is memory for both forms.
             self._loaded.make_plain()

@@ -5,7 +5,8 @@ the shared addresses; a step of the trainer's optimizer, which writes in place, 
 
 Some back ends rearrange experts for their kernels after loading (vLLM's CPU build, some CUDA kernels). Such a layer's
 parameters are not what a plan of plain weights describes; they are told by their values after loading, and written
-through plain tensors beside them, from which `repack` makes the kernels' form again.
+through plain tensors beside them, from which `repack` makes the kernels' form again. Where such a parameter is shared,
+the trainer's tensor is the plain one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from megatron_rl.errors import ReshardError
+from megatron_rl.models.engine import live_name
 
 LOAD_FORMAT = "megatron_rl"
 _SAMPLES = 64
@@ -55,19 +57,26 @@ class LoadedModel:
     """Modules that the back end rearranged -> their parameters as they were before."""
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     """Plain tensors of rearranged parameters, by full name; see make_plain."""
+    shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters of this model that are the trainer's tensors, by full name."""
     _found: list[tuple[str, dict[str, Any], str]] | None = None
 
     def close(self) -> None:
         """Let go of the model and of everything beside it."""
         self.model, self._found = None, None
         self.plain.clear()
+        self.shared.clear()
 
     def make_plain(self) -> None:
-        """Plain tensors for the rearranged parameters, where there are none: their values are undefined."""
+        """Plain tensors for the rearranged parameters, where there are none: their values are undefined, but for those
+        that are the trainer's.
+        """
         for module, marks in self.packed.items():
             for name, mark in marks.items():
                 key = f"{module}.{name}"
-                if key not in self.plain:
+                if key in self.shared:
+                    self.plain[key] = self.shared[key]
+                elif key not in self.plain:
                     self.plain[key] = torch.empty(mark.shape, dtype=mark.dtype, device=mark.device)
 
     def plain_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -159,20 +168,26 @@ class TrainerLoader(DummyModelLoader):
             live = dict(module.named_parameters(recurse=False))
             if any(name not in live or not mark.fits(live[name]) for name, mark in marks.items()):
                 _result.packed[place] = marks
-        share(model, _shared, frozenset(_result.packed))
+        _result.shared = share(model, _shared, _result.packed)
         return model
 
 
-def share(model: nn.Module, shared: Mapping[str, torch.Tensor], packed: frozenset[str]) -> None:
-    """Make parameters views of the given tensors; their own memory is freed.
+def share(
+    model: nn.Module, shared: Mapping[str, torch.Tensor], packed: Mapping[str, Mapping[str, _Mark]]
+) -> dict[str, torch.Tensor]:
+    """Make parameters views of the given tensors; their own memory is freed. Those of layers whose kernels need another
+    form (packed) keep theirs. Returns the tensors by the model's own names.
 
-    Raises ReshardError, naming every parameter that the model lacks, whose tensor has another shape, dtype, device or
-    memory order, or whose layer's kernels need another form (packed).
+    Raises ReshardError, naming every parameter that the model lacks, or whose tensor has another shape, dtype, device
+    or memory order.
     """
     params = dict(model.named_parameters())
+    named = {live_name(name, params): tensor.detach() for name, tensor in shared.items()}
     faults: list[str] = []
-    for name, tensor in shared.items():
-        param = params.get(name)
+    for name, tensor in named.items():
+        place, _, local = name.rpartition(".")
+        # As it was before the kernels' form was made.
+        param = packed.get(place, {}).get(local, params.get(name))
         if param is None:
             faults.append(f"{name}: the engine has no such parameter")
             continue
@@ -180,11 +195,11 @@ def share(model: nn.Module, shared: Mapping[str, torch.Tensor], packed: frozense
         there = (tuple(tensor.shape), tensor.dtype, tensor.device)
         if here != there:
             faults.append(f"{name}: the engine's is {here}, the trainer's {there}")
-        elif not tensor.is_contiguous() or not param.is_contiguous():
+        elif not tensor.is_contiguous() or (isinstance(param, torch.Tensor) and not param.is_contiguous()):
             faults.append(f"{name}: its memory is not contiguous")
-        elif name.rpartition(".")[0] in packed:
-            faults.append(f"{name}: the engine's kernels rearrange it")
     if faults:
         raise ReshardError("parameters that cannot be shared with the trainer: " + "; ".join(faults))
-    for name, tensor in shared.items():
-        params[name].data = tensor.detach()
+    for name, tensor in named.items():
+        if name.rpartition(".")[0] not in packed:
+            params[name].data = tensor
+    return named

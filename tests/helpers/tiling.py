@@ -25,7 +25,7 @@ def check_tiling(shape: ModelShape, tp: int) -> None:
     for rank in range(tp):
         params = megatron_params(shape, family, tp=tp, tp_rank=rank, layers=layers, pre_process=True, post_process=True)
         for param in params:
-            assert sum(block.num_rows for block in param.blocks) <= param.shape[0]
+            assert sum(block.num_rows for block in param.blocks) <= param.num_rows
             for block in param.blocks:
                 part = cover[block.hf_name][slice(*block.rows)]
                 part = part if block.cols is None else part[:, slice(*block.cols)]

@@ -13,14 +13,14 @@ EXPERTS = (
     MLP_NORM,
     Rule("mlp.router.weight", Whole(experts, hidden), ("block_sparse_moe.gate.weight",), live="mlp.gate.weight"),
     Rule(
-        "mlp.experts.local_experts.*.linear_fc1.weight",
+        "mlp.experts.linear_fc1.weight",
         Rows(ffn, hidden, count=2),
         ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
         engine="block_sparse_moe.experts.w13_weight",
         live="mlp.experts.gate_up_proj",
     ),
     Rule(
-        "mlp.experts.local_experts.*.linear_fc2.weight",
+        "mlp.experts.linear_fc2.weight",
         Cols(hidden, ffn),
         ("block_sparse_moe.experts.*.w2.weight",),
         engine="block_sparse_moe.experts.w2_weight",

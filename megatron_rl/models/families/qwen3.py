@@ -16,14 +16,14 @@ QK_NORM = (
 ROUTED = (
     Rule("mlp.router.weight", Whole(experts, hidden), ("mlp.gate.weight",)),
     Rule(
-        "mlp.experts.local_experts.*.linear_fc1.weight",
+        "mlp.experts.linear_fc1.weight",
         Rows(ffn, hidden, count=2),
         ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"),
         engine="mlp.experts.w13_weight",
         live="mlp.experts.gate_up_proj",
     ),
     Rule(
-        "mlp.experts.local_experts.*.linear_fc2.weight",
+        "mlp.experts.linear_fc2.weight",
         Cols(hidden, ffn),
         ("mlp.experts.*.down_proj.weight",),
         engine="mlp.experts.w2_weight",

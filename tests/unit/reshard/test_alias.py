@@ -86,12 +86,29 @@ def test_a_padded_vocabulary_is_shared_only_with_the_same_padding() -> None:
     assert "lm_head.weight" in _sharing(dataclasses.replace(odd, vocab_size=128), tp=2, engine_tp=2).shared
 
 
-def test_stacked_experts_are_copied_and_the_router_is_shared() -> None:
+def test_experts_and_their_router_are_shared() -> None:
     sharing = _sharing(MOE, tp=1, engine_tp=1)
-    experts = [name for name in sharing.copied if "experts" in name]
-    assert len(experts) == 4
-    assert {sharing.copied[name] for name in experts} == {"stacks experts that the trainer keeps apart"}
+    names = {name: name for name in sharing.shared if "block_sparse_moe" in name}
+    assert {name.rpartition("block_sparse_moe.")[2] for name in names} == {
+        "gate.weight", "experts.w13_weight", "experts.w2_weight",
+    }  # fmt: skip
     assert sharing.shared["model.layers.0.block_sparse_moe.gate.weight"] == "decoder.layers.0.mlp.router.weight"
+    first = "decoder.layers.0.mlp.experts.linear_fc1.weight"
+    assert sharing.shared["model.layers.0.block_sparse_moe.experts.w13_weight"] == first
+
+
+def test_experts_are_copied_where_the_engine_splits_each_and_the_trainer_deals_them() -> None:
+    family = FAMILIES[MOE.architecture]
+    for ep, shared in ((2, True), (1, False)):
+        engine = list(engine_params(MOE, family, tp=2, tp_rank=1, ep=ep, ep_rank=1 % ep))
+        trainer = list(
+            megatron_params(
+                MOE, family, tp=2, tp_rank=1, layers=range(2), pre_process=True, post_process=True, ep=2, ep_rank=1
+            )
+        )
+        sharing = find_sharing(engine, trainer)
+        experts = [name for name in (sharing.shared if shared else sharing.copied) if ".experts." in name]
+        assert len(experts) == 4, ep
 
 
 def test_no_trained_parameter_is_the_memory_of_two() -> None:

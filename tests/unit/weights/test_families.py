@@ -94,7 +94,7 @@ def test_w1_each_byte_of_each_expert_is_on_one_expert_rank(architecture: str, tp
                 part = cover[block.hf_name][slice(*block.rows)]
                 part = part if block.cols is None else part[:, slice(*block.cols)]
                 part += 1
-            assert all(param.expert == ("local_experts" in param.name) for param in params)
+            assert all(param.expert == (".experts." in param.name) for param in params)
     assert len(forms) == 1
     for name, count in cover.items():
         assert bool((count == 1).all()), name
@@ -106,11 +106,17 @@ def test_tables_of_experts_say_what_the_docstring_says() -> None:
         shape, FAMILIES["Qwen3MoeForCausalLM"], tp=1, tp_rank=0, layers=range(1), pre_process=False, post_process=False,
         ep=4, ep_rank=1, etp=2, etp_rank=1,
     )  # fmt: skip
-    found = {param.name: param for param in params}["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"]
-    assert found.shape == (24, 16) and found.blocks == (
-        Block("model.layers.0.mlp.experts.2.gate_proj.weight", (12, 24), (0, 16)),
-        Block("model.layers.0.mlp.experts.2.up_proj.weight", (12, 24), (0, 16)),
+    found = {param.name: param for param in params}["decoder.layers.0.mlp.experts.linear_fc1.weight"]
+    assert found.shape == (2, 24, 16) and (found.width, found.num_rows) == (16, 48)
+    assert found.blocks == tuple(
+        Block(f"model.layers.0.mlp.experts.{number}.{name}_proj.weight", (12, 24), (0, 16))
+        for number in (2, 3)
+        for name in ("gate", "up")
     )
+    assert [(one.shape, one.blocks) for one in found.experts()] == [
+        ((1, 24, 16), found.blocks[:2]),
+        ((1, 24, 16), found.blocks[2:]),
+    ]
 
 
 def _write(folder: Path, shape: ModelShape, shards: int = 1) -> dict[str, torch.Tensor]:
