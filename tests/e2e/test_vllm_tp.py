@@ -156,6 +156,43 @@ def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> N
         assert (report.local_bytes, report.moved_bytes) == (0, 0) and report.aliased_bytes > 0
 
 
+def _experts_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """An actor and its engine, with everything shared that can be; log-probabilities before and after an update."""
+    from megatron_rl.algos.token_losses import nll_loss
+    from megatron_rl.workers.colocated import engine_layout, start_engine
+    from megatron_rl.workers.model import TrainedModel
+    from megatron_rl.workers.phases import RankMemory
+
+    cfg = _config(folder, "cluster.n_gpus_per_node=1", "rollout.tp=1", "data.train_batch_size=8")
+    trainable = build(folder, cfg.actor, world)
+    layout = engine_layout(cfg, (0,))
+    engine, publisher = start_engine(cfg, TrainedModel(trainable), RankMemory(), layout, device="cpu", rank=rank)
+    gaps, reports = [], []
+    for version in (0, 1):
+        reports.append(publisher.publish(version, expect_change=version > 0))
+        gaps.append(_gaps(engine, trainable, 1.0))
+        if version == 0:
+            train_step(trainable, [random_batch(7, (30, 41), 128)], nll_loss, 1.0)
+    storage = {one.untyped_storage().data_ptr() for one in live_parameters(trainable.model).values()}
+    engine.begin_update()
+    inside = {name for name, one in engine.parameters().items() if one.untyped_storage().data_ptr() in storage}
+    shared = engine.shared
+    engine.close()
+    return {"gaps": gaps, "reports": reports, "shared": shared, "inside": inside}
+
+
+@needs_cpu_engine
+def test_experts_of_the_engine_are_the_memory_of_the_trainer(tmp_path: Path) -> None:
+    """W6, W7: also where the engine's kernel needs another form, which is made from that memory at each sync."""
+    folder = save_tiny(tmp_path / "model", "qwen3_moe", tied=False, layers=2)
+    (found,) = run_ranks(1, _experts_on_rank, folder, timeout=240.0)
+    assert max(found["gaps"]) < 1e-4, found["gaps"]
+    assert found["inside"] == found["shared"]
+    experts = {name.rpartition(".")[2] for name in found["shared"] if ".experts." in name}
+    assert experts == {"w13_weight", "w2_weight"}
+    assert all(one.aliased_bytes > 2 * one.local_bytes > 0 == one.moved_bytes for one in found["reports"])
+
+
 def _greedy(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     out = model.generate(
         torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
