@@ -44,8 +44,7 @@ class ModelShape:
     ffn_size: inner size of the MLP, or of one expert. num_experts: of a layer with experts, 0 where there are none; a
     token goes to num_experts_per_tok of them, as the router says (norm_topk_prob: their weights are scaled to sum to 1,
     before the router's scale). dense_layers: first layers without experts, whose MLP has the inner size dense_ffn_size.
-    shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. rope: what is done to RoPE's
-    frequencies.
+    shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. rope: how frequencies are changed.
     """
 
     architecture: str
