@@ -174,7 +174,9 @@ def test_workers_get_torchruns_variables_and_the_controllers_folder(group):
 
 def store_bytes() -> int:
     """Bytes in the object store of this node."""
-    reply = internal_api.get_memory_info_reply(internal_api.get_state_from_address(None))
+    reply = internal_api.get_memory_info_reply(
+        internal_api.get_state_from_address(ray.get_runtime_context().gcs_address)
+    )
     return reply.store_stats.object_store_bytes_used
 
 

@@ -65,6 +65,14 @@ def train(data: Path, name: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "megatron_rl", "train", str(ROOT / "configs/grpo-add2-1n1g.yaml"), *own, *overrides]
 
 
+def port_locks() -> set[Path]:
+    """Files by which launch/ray_node.sh takes its ports; one whose script was killed stays, and is taken again."""
+    return set(Path("/tmp").glob(".rl-ports-*"))
+
+
+LOCKS_BEFORE = port_locks()
+
+
 def start(nodes: TwoNodes, logs: Path, command: list[str], **env: str) -> subprocess.Popen[str]:
     """launch/ray_cluster.sh over both nodes, with one CPU each."""
     own = {"RL_SSH": nodes.ssh, "RL_CPUS": "1", "RL_LOG_DIR": str(logs), "RL_WAIT_S": "90", "PYTHON": sys.executable}
@@ -106,7 +114,7 @@ def until(condition: Callable[[], bool], timeout_s: float, otherwise: Callable[[
 
 def nothing_is_left(nodes: TwoNodes) -> None:
     until(lambda: nodes.pids() == [], 60, lambda: f"left on the nodes: {nodes.command_lines()}")
-    assert list(Path("/tmp").glob(".rl-ports-*")) == []
+    assert port_locks() <= LOCKS_BEFORE
 
 
 def test_ranks_on_two_nodes_learn_as_one_rank_does(nodes: TwoNodes, data: Path) -> None:
@@ -179,7 +187,7 @@ import os, signal, sys, time
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: print("heard", signal.Signals(number).name, flush=True) or (
         number == signal.SIGTERM and sys.exit(75)))
-print("runs", os.uname().nodename, os.environ["RAY_ADDRESS"], sys.argv[1:], os.environ["NCCL_X"], flush=True)
+print("runs", os.uname().nodename, os.environ["RAY_ADDRESS"], sys.argv[1:], repr(os.environ["NCCL_X"]), flush=True)
 while True:
     time.sleep(0.1)
 """
@@ -188,13 +196,17 @@ while True:
 def test_signals_words_and_the_code_of_the_command_pass_through(nodes: TwoNodes, tmp_path: Path) -> None:
     odd = "a b\n'c' $HOME"
     run = start(nodes, tmp_path / "logs", [sys.executable, "-c", WAITS, odd, ""], NCCL_X=odd)
-    assert run.stdout is not None
-    line = next(line for line in iter(run.stdout.readline, "") if line.startswith("runs"))
-    assert re.match(r"runs n1 10\.78\.0\.1:\d+ ", line) and repr([odd, ""]) in line
-    run.send_signal(signal.SIGUSR1)
-    assert run.stdout.readline() == "heard SIGUSR1\n"
-    run.send_signal(signal.SIGTERM)
-    assert "heard SIGTERM\n" in finished(run, 60, code=75)
+    try:
+        assert run.stdout is not None
+        line = next(line for line in iter(run.stdout.readline, "") if line.startswith("runs"))
+        assert re.match(r"runs n1 10\.78\.0\.1:\d+ ", line) and line.endswith(f"{[odd, '']!r} {odd!r}\n")
+        run.send_signal(signal.SIGUSR1)
+        assert run.stdout.readline() == "heard SIGUSR1\n"
+        run.send_signal(signal.SIGTERM)
+        assert "heard SIGTERM\n" in finished(run, 60, code=75)
+    finally:
+        run.kill()
+        run.wait(timeout=60)
     nothing_is_left(nodes)
 
 

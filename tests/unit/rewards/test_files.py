@@ -344,9 +344,9 @@ def test_hanging_samples_run_out_of_time_side_by_side(tmp_path: Path):
     folder = write(tmp_path, mine=STUCK)
     cfg = RewardConfig(function=f"{folder}/mine.py:hang", timeout_s=3.0, max_failed_share=0.1, num_workers=2)
     start = time.monotonic()
-    with RewardScorer(cfg) as scorer, pytest.raises(RewardError, match="failed on 21 of 200 samples"):
+    with RewardScorer(cfg) as scorer, pytest.raises(RewardError, match=r"failed on 2[12] of 200 samples"):
         scorer.score_or_stop([sample(str(number)) for number in range(200)])
-    # Two at a time, 21 samples of 3 s are 33 s.
+    # Two at a time, 21 samples of 3 s are 33 s; the last two may run out of time together.
     assert time.monotonic() - start < 26.0
 
 
