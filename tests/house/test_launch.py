@@ -181,10 +181,13 @@ def test_the_commit_hooks_are_local_and_use_this_environments_tools():
 
 
 # A node of Ray in place of launch/ray_node.sh: a line for each call; `head` runs until it is ended.
+# Where a head is started beside it, `wait` waits for it, as the real one does.
 FAKE_NODE = """#!/usr/bin/env bash
+[ "$1" != head ] || trap "exit 0" TERM
 echo "${RL_NODE_IP:-} ${RL_PORTS:-} $*" >>calls.txt
 case $1 in
-  head) trap "exit 0" TERM; while :; do sleep 0.1; done ;;
+  head) while :; do sleep 0.1; done ;;
+  wait) [ -z "${RL_PORTS:-}" ] || until grep -q " head$" calls.txt; do sleep 0.1; done ;;
   run) exit "$CODE" ;;
 esac
 """
