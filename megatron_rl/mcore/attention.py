@@ -15,32 +15,37 @@ from megatron_rl.mcore.packing import Packed
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [t, heads, head_dim] by [t, 1, head_dim]; in x's dtype, as transformers and vLLM do."""
+    """Rotate the first rotary_dim numbers of [t, heads, head_dim] by [t, 1, rotary_dim]; in x's dtype, as transformers
+    and vLLM do.
+    """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float, window: int = 0
 ) -> torch.Tensor:
     """SDPA over padded groups of like length. q [t, heads, d], k and v [cp t, kv_heads, d] -> [t, heads, d].
 
-    Causality keeps pads, which lie right of the real tokens, out of every real token's sight.
+    Causality keeps pads, which lie right of the real tokens, out of every real token's sight. window: keys that a query
+    sees, its own among them; 0: all.
     """
     outputs = []
     for group in packed.groups:
-        q = query[group.query_index].transpose(1, 2)
+        q, mask = query[group.query_index].transpose(1, 2), group.masks[window]
         k, v = (x[group.key_index].transpose(1, 2) for x in (key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=scale, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1)[group.real])
     return torch.cat(outputs)[packed.inverse]
 
 
 def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed, scale: float, window: int = 0
 ) -> torch.Tensor:
     """torch's variable-length flash attention (CUDA, half precision). Shapes as grouped_attention."""
     from torch.nn.attention.varlen import varlen_attn
@@ -50,14 +55,17 @@ def varlen_attention(
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     out = varlen_attn(
         query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-        scale=scale, window_size=(-1, 0),
+        scale=scale, window_size=(window - 1, 0),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out
 
 
 class PackedAttention(MegatronModule):
-    """Core attention for packed sequences; flash attention on CUDA in half precision, padded SDPA elsewhere."""
+    """Core attention for packed sequences; flash attention on CUDA in half precision, padded SDPA elsewhere.
+
+    layer_number: of all layers of the model, from 1. windows: of ModelShape.
+    """
 
     def __init__(
         self,
@@ -65,11 +73,13 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         *_: object,
         softmax_scale: float | None = None,
+        windows: tuple[int, ...] = (),
         **__: object,
     ) -> None:
         super().__init__(config=config)
         assert config.kv_channels is not None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.window = windows[layer_number - 1] if windows else 0
 
     def forward(
         self,
@@ -92,4 +102,4 @@ class PackedAttention(MegatronModule):
             key, value = (gather_from_sequence_parallel_region(x, True, packed.kv_group) for x in (key, value))
         flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and packed.kv_group is None
         attend = varlen_attention if flash else grouped_attention
-        return attend(query, key, value, packed, self.scale).flatten(1)
+        return attend(query, key, value, packed, self.scale, self.window).flatten(1)

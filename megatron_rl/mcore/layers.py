@@ -54,7 +54,7 @@ def _layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = partial(PackedAttention, windows=shape.windows)
     if compute.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if has_experts:

@@ -9,7 +9,7 @@ Example, cp 2, a sequence of 8: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,13 +32,14 @@ class AttentionGroup:
 
     query_index: [b, q] int64, this rank's packed position of each cell (pads repeat the sequence's first token).
     key_index: [b, k] int64, the same for keys, into the keys of all context-parallel ranks end to end.
-    real: [b * q] bool. mask: [b, 1, q, k] bool where key <= query, or None if plain causality says it (cp 1).
+    real: [b * q] bool. masks: window -> [b, 1, q, k] bool where key <= query < key + window (window 0: without end), or
+    None if plain causality says it (cp 1, and a window that no sequence passes).
     """
 
     query_index: torch.Tensor
     key_index: torch.Tensor
     real: torch.Tensor
-    mask: torch.Tensor | None
+    masks: Mapping[int, torch.Tensor | None]
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Packed(PackedSeqParams):
     """Megatron's packed-sequence record with what this package's core attention needs besides."""
 
     cos: torch.Tensor | None = None
-    """[t, 1, head_dim] rotary cosines at this rank's tokens; positions restart in each sequence"""
+    """[t, 1, rotary_dim] rotary cosines at this rank's tokens; positions restart in each sequence"""
     sin: torch.Tensor | None = None
     groups: tuple[AttentionGroup, ...] = ()
     inverse: torch.Tensor | None = None
@@ -138,7 +139,20 @@ def _padded_cells(starts: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tenso
     return starts[:, None] + torch.where(real, offset[None, :], 0), real
 
 
-def attention_groups(layout: TokenLayout, cp: int) -> tuple[tuple[AttentionGroup, ...], torch.Tensor]:
+def _masks(
+    query: torch.Tensor, key: torch.Tensor, windows: set[int], longest: int, causal: bool
+) -> dict[int, torch.Tensor | None]:
+    """Masks of AttentionGroup. query [b, q], key [b, k]: positions. causal: plain causality needs a mask as well."""
+    query, key = query[:, None, :, None], key[:, None, None, :]
+    masks: dict[int, torch.Tensor | None] = {0: key <= query if causal else None}
+    for window in windows - {0}:
+        masks[window] = (key <= query) & (key > query - window) if window < longest else masks[0]
+    return masks
+
+
+def attention_groups(
+    layout: TokenLayout, cp: int, windows: set[int]
+) -> tuple[tuple[AttentionGroup, ...], torch.Tensor]:
     """All groups of one rank, and the order that brings their outputs back into packed order."""
     lens = torch.tensor(layout.padded_lens)
     held_position = layout.position[layout.held]
@@ -148,27 +162,27 @@ def attention_groups(layout: TokenLayout, cp: int) -> tuple[tuple[AttentionGroup
         picked = torch.tensor(members)
         query, real = _padded_cells(layout.starts[picked] // cp, lens[picked] // cp)
         key, key_real = _padded_cells(layout.starts[picked], lens[picked])
-        mask = None
+        key_position = torch.where(key_real, layout.position[key], int(lens.max()))
+        longest = int(lens[picked].max())
+        masks = _masks(held_position[query], key_position, windows, longest, cp > 1)
         if cp > 1:
-            key_position = torch.where(key_real, layout.position[key], int(lens.max()))
-            mask = (key_position[:, None, :] <= held_position[query][:, :, None])[:, None]
             key = layout.owner[key] * tokens_here + layout.place[key]
-        groups.append(AttentionGroup(query, key, real.reshape(-1), mask))
+        groups.append(AttentionGroup(query, key, real.reshape(-1), masks))
         flat.append(query.reshape(-1)[real.reshape(-1)])
     return tuple(groups), torch.argsort(torch.cat(flat))
 
 
 @lru_cache(maxsize=8)
-def _frequencies(head_dim: int, theta: float, rope: Rope, device: torch.device) -> torch.Tensor:
-    """[head_dim / 2] float32 radians a position."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+def _frequencies(rotary_dim: int, theta: float, rope: Rope, device: torch.device) -> torch.Tensor:
+    """[rotary_dim / 2] float32 radians a position."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     # In float32, as transformers and vLLM have it: far positions would turn by other angles otherwise.
     return torch.tensor(rope.scaled((1.0 / theta**exponent).tolist(), theta), dtype=torch.float32, device=device)
 
 
-def rotary(positions: torch.Tensor, head_dim: int, theta: float, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of RoPE (models/rope.py), half-rotated layout: [t] -> two [t, 1, head_dim] float32."""
-    angles = positions.float()[:, None] * _frequencies(head_dim, theta, rope, positions.device)[None, :]
+def rotary(positions: torch.Tensor, rotary_dim: int, theta: float, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of RoPE (models/rope.py), half-rotated layout: [t] -> two [t, 1, rotary_dim] float32."""
+    angles = positions.float()[:, None] * _frequencies(rotary_dim, theta, rope, positions.device)[None, :]
     angles = torch.cat([angles, angles], dim=-1)[:, None, :]
     return angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
 
@@ -187,9 +201,10 @@ def _padded_lens(seq_lens: Sequence[int], cp: int, split: int, uniform: bool) ->
 def pack(
     batch: TrainBatch,
     *,
-    head_dim: int,
+    rotary_dim: int,
     rope_theta: float,
     rope: Rope,
+    windows: Sequence[int] = (),
     vocab_size: int | None = None,
     device: torch.device,
     split: int = 1,
@@ -200,6 +215,7 @@ def pack(
 ) -> MicroBatch:
     """TrainBatch -> this rank's MicroBatch on `device`.
 
+    rotary_dim, rope_theta, rope, windows: of the model (ModelShape).
     split: the rank's t tokens are padded to a multiple of this (sequence parallelism splits t). A batch without
     sequences becomes one sequence of padding, so that all ranks make the same passes. Nothing is trained on padding.
     uniform: pad every sequence to the longest, as a rectangular batch is (for comparison with packing).
@@ -223,8 +239,8 @@ def pack(
     predictor = padded[trained] - 1
     here = layout.owner[predictor] == cp_rank
     trained, predictor, segment_ids = trained[here], predictor[here], segment_ids[here]
-    groups, inverse = attention_groups(layout, cp)
-    cos, sin = rotary(layout.position[layout.held].to(device), head_dim, rope_theta, rope)
+    groups, inverse = attention_groups(layout, cp, set(windows))
+    cos, sin = rotary(layout.position[layout.held].to(device), rotary_dim, rope_theta, rope)
     ends = torch.cumsum(torch.tensor(lens) // cp, 0)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
     packed = Packed(
@@ -266,5 +282,5 @@ def _check_ids(tokens: torch.Tensor, vocab_size: int) -> None:
 
 
 def _to(group: AttentionGroup, device: torch.device) -> AttentionGroup:
-    mask = None if group.mask is None else group.mask.to(device)
-    return AttentionGroup(group.query_index.to(device), group.key_index.to(device), group.real.to(device), mask)
+    masks = {window: None if mask is None else mask.to(device) for window, mask in group.masks.items()}
+    return AttentionGroup(group.query_index.to(device), group.key_index.to(device), group.real.to(device), masks)

@@ -34,9 +34,10 @@ def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
     return [
         pack(
             batch,
-            head_dim=shape.head_dim,
+            rotary_dim=shape.rotary_dim,
             rope_theta=shape.rope_theta,
             rope=shape.rope,
+            windows=shape.windows,
             vocab_size=shape.vocab_size,
             device=model.device,
             split=parallel.tp if parallel.sequence_parallel else 1,

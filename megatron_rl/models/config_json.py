@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from megatron_rl.errors import ConfigError, Fault
+from megatron_rl.models.changes import OVERRIDE, change_faults, laid_over
 from megatron_rl.models.families import FAMILIES, TRAINED
 from megatron_rl.models.fields import Fields, rope_entries, unsupported
 from megatron_rl.models.rope import Rope, is_finite_above_zero, read_rope
@@ -21,34 +23,42 @@ from megatron_rl.models.shape import ModelShape
 DEFAULT_INITIALIZER_RANGE = 0.02
 
 
-def read_model_shape(folder: str, key: str = "model.path") -> ModelShape:
+Changes = Mapping[str, Any]
+"""Entries laid over config.json before it is read (models/changes.py)."""
+
+
+def read_model_shape(folder: str, key: str = "model.path", changes: Changes | None = None) -> ModelShape:
     """The shape that folder/config.json describes.
 
-    key: the config key that named the folder, for messages.
+    key: the config key that named the folder, for messages. changes: model.override_config.
     Raises ConfigError with every fault: no such folder or file, not JSON, an architecture or feature that is
     not supported, sizes that are missing or do not fit together.
     """
-    shape, faults = inspect_model(folder, key)
+    shape, faults = inspect_model(folder, key, changes)
     if shape is None:
         raise ConfigError(faults)
     return shape
 
 
-def inspect_model(folder: str, key: str = "model.path") -> tuple[ModelShape | None, list[Fault]]:
+def inspect_model(
+    folder: str, key: str = "model.path", changes: Changes | None = None
+) -> tuple[ModelShape | None, list[Fault]]:
     """As read_model_shape, but returns the faults; the shape is None when there is any."""
-    fields, faults = _read_json(folder, key)
-    return (None, faults) if fields is None else _inspect(fields, str(Path(folder) / "config.json"))
+    fields, faults = read_config(folder, key)
+    return (None, faults) if fields is None else _inspect(fields, str(Path(folder) / "config.json"), changes)
 
 
 HeadKind = Literal["causal", "sequence", "token"]
 _CLASSIFIERS: dict[str, HeadKind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
 
 
-def inspect_critic(folder: str, key: str = "critic.path") -> tuple[ModelShape | None, HeadKind, list[Fault]]:
+def inspect_critic(
+    folder: str, key: str = "critic.path", changes: Changes | None = None
+) -> tuple[ModelShape | None, HeadKind, list[Fault]]:
     """As inspect_model, of a model that a critic can start from: causal (without a value head), or a sequence or token
     classifier, whose score head is a value head. The shape's architecture is the causal one of the same transformer.
     """
-    fields, faults = _read_json(folder, key)
+    fields, faults = read_config(folder, key)
     if fields is None:
         return None, "causal", faults
     names: object = fields.get("architectures")
@@ -58,19 +68,32 @@ def inspect_critic(folder: str, key: str = "critic.path") -> tuple[ModelShape | 
         if name.endswith(ending):
             kind = of_ending
             fields = fields | {"architectures": [name.removesuffix(ending) + "ForCausalLM"]}
-    shape, faults = _inspect(fields, str(Path(folder) / "config.json"))
+    shape, faults = _inspect(fields, str(Path(folder) / "config.json"), changes)
     return shape, kind, faults
 
 
-def read_critic_shape(folder: str) -> tuple[ModelShape, HeadKind]:
+def read_critic_shape(folder: str, changes: Changes | None = None) -> tuple[ModelShape, HeadKind]:
     """As inspect_critic; raises ConfigError with every fault."""
-    shape, kind, faults = inspect_critic(folder)
+    shape, kind, faults = inspect_critic(folder, changes=changes)
     if shape is None:
         raise ConfigError(faults)
     return shape, kind
 
 
-def _inspect(fields: dict[str, Any], where: str) -> tuple[ModelShape | None, list[Fault]]:
+def _inspect(fields: Changes, where: str, changes: Changes | None) -> tuple[ModelShape | None, list[Fault]]:
+    if not changes:
+        return _inspect_file(fields, where)
+    faults = change_faults(changes)
+    if faults:
+        return None, faults
+    shape, faults = _inspect_file(laid_over(fields, changes), where)
+    cure = "change the entry, or remove it"
+    keys = {f"{where}: {name}": f"{OVERRIDE}.{name}" for name in changes}
+    faults = [replace(one, key=keys[one.key], cure=cure) if one.key in keys else one for one in faults]
+    return shape, faults
+
+
+def _inspect_file(fields: Changes, where: str) -> tuple[ModelShape | None, list[Fault]]:
     family, faults = _family(fields, where)
     if family is None:
         return None, faults
@@ -83,7 +106,8 @@ def _inspect(fields: dict[str, Any], where: str) -> tuple[ModelShape | None, lis
     return (None, faults) if faults else (shape, [])
 
 
-def _read_json(folder: str, key: str) -> tuple[dict[str, Any] | None, list[Fault]]:
+def read_config(folder: str, key: str = "model.path") -> tuple[dict[str, Any] | None, list[Fault]]:
+    """The entries of folder/config.json, or why there are none."""
     path = Path(folder)
     if not folder or not path.is_dir():
         reason = "there is no such folder"
@@ -192,6 +216,12 @@ def _rope(spec: Fields, fields: Mapping[str, Any]) -> Rope:
     return rope
 
 
+def _windows(spec: Fields, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    windows = spec.windows(fields, fields["num_hidden_layers"])
+    assert isinstance(windows, tuple), "fields.unsupported has refused the entry"
+    return windows
+
+
 def _shape(family: Family, fields: Mapping[str, Any]) -> ModelShape:
     spec = family.fields
     heads: int = fields["num_attention_heads"]
@@ -215,6 +245,7 @@ def _shape(family: Family, fields: Mapping[str, Any]) -> ModelShape:
         num_experts_per_tok=fields["num_experts_per_tok"] if spec.experts else 0,
         norm_topk_prob=normed and spec.experts,
         rope=_rope(spec, fields),
+        windows=_windows(spec, fields),
     )
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from megatron_rl.errors import Fault
+from megatron_rl.models.changes import ROPE_ENTRIES
 from megatron_rl.models.rope import Rope, read_rope
+from megatron_rl.models.windows import OddEntry, Windows, no_windows
 
 Computed = Callable[[Any], bool]
 
@@ -45,8 +47,8 @@ class Fields:
     """Weights of a token's experts sum to 1; None: the entry norm_topk_prob says"""
     null_head_dim: bool = True
     """transformers reads head_dim null as if the entry were not there"""
-    switches_window: bool = False
-    """The entry use_sliding_window decides; without it the size of the window means nothing"""
+    windows: Windows = no_windows
+    """How the entries about sliding windows are read"""
     rope_theta: float = 10000.0
     """RoPE's base where the file gives none"""
     rms_norm_eps: float = 1e-6
@@ -66,7 +68,7 @@ def _words(text: str) -> frozenset[str]:
 _READ = _words(
     "architectures model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim "
     "intermediate_size vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters "
-    "tie_word_embeddings initializer_range"
+    "tie_word_embeddings initializer_range use_sliding_window sliding_window max_window_layers layer_types"
 )
 """Entries that config_json.py reads, of every family."""
 
@@ -80,7 +82,7 @@ _INERT = _words(
     "use_bfloat16 tf_legacy_loss use_return_dict attn_implementation _attn_implementation "
     "_attn_implementation_autoset _attn_implementation_internal _experts_implementation "
     "_experts_implementation_internal _flash_attn_2_enabled _from_model_config tie_last_hidden_states pretraining_tp "
-    "max_window_layers max_sequence_length model_max_length tokenizer_model_max_length tokenizer_padding_side "
+    "max_sequence_length model_max_length tokenizer_model_max_length tokenizer_padding_side "
     "original_max_position_embeddings initializer_cutoff_factor is_llama_config unsloth_fixed unsloth_version "
     "transformers.js_config gradient_checkpointing "
     "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty "
@@ -101,10 +103,6 @@ def _off(value: object) -> bool:
     return not value
 
 
-def _none(value: object) -> bool:
-    return value is None
-
-
 def _is(*values: object) -> Computed:
     """One of the values, of the same type: 1 is not true."""
 
@@ -114,12 +112,7 @@ def _is(*values: object) -> Computed:
     return same
 
 
-def _all_full(kinds: Any) -> bool:
-    return kinds is None or (isinstance(kinds, list) and all(kind == "full_attention" for kind in cast("Any", kinds)))
-
-
 _DROPOUT = "dropout is not supported: log-probabilities must be the same each time"
-_WINDOW = "sliding-window attention is not supported"
 _SHARED_EXPERT = "an expert that all tokens share is not supported"
 _SOME_PLAIN = "layers without experts among layers with experts are not supported"
 _ROUTER = "only a router of a softmax over all experts is computed"
@@ -130,8 +123,6 @@ _VALUES: dict[str, tuple[Computed, str]] = {
     "mlp_bias": (_off, "a bias in the MLP is not supported"),
     "bias": (_off, "a bias in the projections is not supported"),
     "is_causal": (_is(True), "only causal attention is computed"),
-    "use_sliding_window": (_off, _WINDOW),
-    "layer_types": (_all_full, "layers other than full_attention are not supported"),
     "partial_rotary_factor": (_is(None, 1), "RoPE over a part of the head is not supported"),
     "rotary_pct": (_is(None, 1), "RoPE over a part of the head is not supported"),
     "rope_interleaved": (_off, "RoPE over neighbours is not supported, only over halves of the head"),
@@ -182,10 +173,6 @@ def _values_of(family: Fields, compute: Compute) -> dict[str, tuple[Computed, st
         "qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
         "use_qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
     }
-    if family.switches_window:
-        values["use_sliding_window"] = (_is(False), _WINDOW)
-    else:
-        values["sliding_window"] = (_none, _WINDOW)
     if not family.experts:
         reason = f"an MLP of experts is not part of {family.model_type}"
         values |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_off, reason))
@@ -202,7 +189,6 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
     """
     values = _values_of(family, compute)
     inert = _READ | _INERT | family.notes | (_INERT_OF_EXPERTS if family.experts else frozenset[str]())
-    inert |= frozenset({"sliding_window"} if family.switches_window else ())
     cure = "use a model without it; removing the field from config.json would compute another model"
     faults: list[Fault] = []
     for entry, value in content.items():
@@ -218,6 +204,10 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
         reason = read_rope(family.ropes, rope, content)
         if isinstance(reason, str):
             faults.append(Fault(f"{where}: {entry}", rope, reason, cure))
+    layers: object = content.get("num_hidden_layers")
+    windows = family.windows(content, layers if isinstance(layers, int) else 0)
+    if isinstance(windows, OddEntry):
+        faults.append(Fault(f"{where}: {windows.entry}", content.get(windows.entry), windows.reason, cure))
     if "head_dim" in content and content["head_dim"] is None and not family.null_head_dim:
         help_ = "remove the entry: hidden_size / num_attention_heads is computed then"
         faults.append(Fault(f"{where}: head_dim", None, "transformers cannot read null here", help_))
@@ -228,9 +218,8 @@ def rope_entries(content: Mapping[str, Any]) -> dict[str, object]:
     """The entries that describe RoPE: older files have the first, newer ones the second, the first stands before it.
     One of them is None where the file has none.
     """
-    names = ("rope_scaling", "rope_parameters")
-    given = {name: content[name] for name in names if content.get(name) not in (None, {})}
-    return given or {names[1]: None}
+    given = {name: content[name] for name in ROPE_ENTRIES if content.get(name) not in (None, {})}
+    return given or {ROPE_ENTRIES[1]: None}
 
 
 def _odd_switches(content: Mapping[str, Any], where: str) -> list[Fault]:

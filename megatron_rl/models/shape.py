@@ -44,7 +44,9 @@ class ModelShape:
     ffn_size: inner size of the MLP, or of one expert. num_experts: of a layer with experts, 0 where there are none; a
     token goes to num_experts_per_tok of them, as the router says (norm_topk_prob: their weights are scaled to sum to 1,
     before the router's scale). dense_layers: first layers without experts, whose MLP has the inner size dense_ffn_size.
-    shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. rope: how frequencies are changed.
+    shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. rope: what is done to RoPE's
+    frequencies. rotary_factor: share of a head that RoPE turns. windows: keys that a query of each layer sees, its own
+    among them; 0: all keys; (): all of them in every layer.
     """
 
     architecture: str
@@ -69,10 +71,17 @@ class ModelShape:
     latent: Latent | None = None
     router: Router = field(default_factory=Router)
     rope: Rope = field(default_factory=Rope)
+    rotary_factor: float = 1.0
+    windows: tuple[int, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its global number, has experts in place of a plain MLP."""
         return self.num_experts > 0 and layer >= self.dense_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that RoPE turns: the first ones."""
+        return int(self.head_dim * self.rotary_factor) if self.latent is None else self.latent.rope_dim
 
     def split_ffn_sizes(self) -> list[int]:
         """Inner sizes of the MLPs that tensor parallelism splits; experts have ranks of their own."""

@@ -18,7 +18,7 @@ from tests.helpers.stack import needs_cpu_engine
 from tests.helpers.tiny import load_hf_model, save_odd
 
 NEW_TOKENS = 12
-SMALL = {"kv_cache_gb": 0.05, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SMALL = {"kv_cache_gb": 0.05, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 LENGTHS = (5, 40)
 """Of prompts; longer than the windows that the table says are not used."""
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.gpu
 REPO = Path(__file__).resolve().parents[2]
 
 
-def test_varlen_attention_equals_grouped_attention() -> None:
+@pytest.mark.parametrize("window", [0, 1, 50, 700])
+def test_varlen_attention_equals_grouped_attention(window: int) -> None:
     """Forward and backward, grouped-query heads, lengths from 1 to 700, bfloat16."""
     from megatron_rl.mcore.attention import grouped_attention, varlen_attention
     from megatron_rl.mcore.packing import pack
@@ -28,7 +29,9 @@ def test_varlen_attention_equals_grouped_attention() -> None:
     lens = (1, 700, 33, 64, 5, 300)
     total = sum(lens)
     batch = TrainBatch(torch.zeros(total, dtype=torch.int64), lens, torch.zeros(total, dtype=torch.bool))
-    packed = pack(batch, head_dim=64, rope_theta=1e4, rope=Rope(), device=torch.device("cuda")).packed
+    packed = pack(
+        batch, rotary_dim=64, rope_theta=1e4, rope=Rope(), windows=(window,), device=torch.device("cuda")
+    ).packed
     generator = torch.Generator("cuda").manual_seed(0)
     found = []
     for attend in (grouped_attention, varlen_attention):
@@ -37,7 +40,7 @@ def test_varlen_attention_equals_grouped_attention() -> None:
             torch.randn(total, heads, 64, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for heads in (8, 2, 2)
         )
-        out = attend(q, k, v, packed, 64**-0.5)
+        out = attend(q, k, v, packed, 64**-0.5, window)
         (out.float() * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
         found.append([out, q.grad, k.grad, v.grad])
     for plain, flash in zip(*found, strict=True):

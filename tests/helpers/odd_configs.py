@@ -9,6 +9,7 @@ from typing import Any
 Variant = tuple[str, dict[str, Any]]
 
 FULL = ["full_attention"] * 2
+SLIDING = ["sliding_attention"] * 2
 ABSENT = "<absent>"
 """In place of a value: the file has no such entry."""
 
@@ -22,6 +23,7 @@ REFUSED: list[Variant] = [
     # Entries that vLLM or transformers honours in this family.
     ("llama", {"sliding_window": 16}),
     ("llama", {"sliding_window": 0}),
+    ("llama", {"use_sliding_window": True}),
     ("llama", {"logit_scale": 0.5}),
     ("llama", {"logit_scale": None}),
     ("llama", {"is_causal": False}),
@@ -63,7 +65,15 @@ REFUSED: list[Variant] = [
     ("qwen2", {"qk_norm": True}),
     ("qwen2", {"qkv_bias": False}),
     ("qwen2", {"is_causal": False}),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    ("qwen2", {"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen2", {"max_window_layers": None, "use_sliding_window": True}),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     ("qwen2", {"use_sliding_window": None, "sliding_window": 4}),
     ("qwen2", {"use_mrope": True}),
     ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 64}}),
@@ -74,6 +84,7 @@ REFUSED: list[Variant] = [
     ("qwen3", {"use_sliding_window": True}),
     ("qwen3", {"attn_output_gate": True}),
     ("qwen3", {"final_logit_softcapping": 30.0}),
+    ("qwen3_moe", {"layer_types": FULL, "use_sliding_window": True, "sliding_window": 8}),
     ("qwen3_moe", {"is_causal": False}),
     ("qwen3_moe", {"head_dim": None}),
     ("qwen3_moe", {"mlp_only_layers": [0]}),
@@ -84,7 +95,14 @@ REFUSED: list[Variant] = [
     ("qwen3_moe", {"norm_topk_prob": "yes"}),
     ("qwen3_moe", {"norm_topk_prob": None}),
     ("qwen3_moe", {"num_nextn_predict_layers": 1}),
-    ("mixtral", {"sliding_window": 16}),
+    ("mixtral", {"sliding_window": 0}),
+    ("mixtral", {"sliding_window": "16"}),
+    ("mixtral", {"layer_types": SLIDING, "sliding_window": 16}),
+    ("mistral", {"layer_types": FULL, "sliding_window": 16}),
+    ("mistral", {"layer_types": FULL, "sliding_window": None}),
+    ("mistral", {"use_sliding_window": True}),
+    ("mistral", {"sliding_window": 0}),
+    ("mistral", {"attention_bias": True}),
     ("mixtral", {"router_jitter_noise": 0.01}),
     ("mixtral", {"norm_topk_prob": False}),
     ("mixtral", {"is_causal": False}),
@@ -116,7 +134,7 @@ def _older(rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return _TO_64 | {"rope_theta": 5e3, "rope_scaling": rope, "rope_parameters": ABSENT} | changes
 
 
-SCALED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+SCALED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families that compute every kind of RoPE."""
 
 FIRST: list[Variant] = [
@@ -131,6 +149,7 @@ FIRST: list[Variant] = [
         "qwen3",
         {"layer_types": FULL, "rope_parameters": {"rope_theta": 31.0}, "rms_norm_eps": 1e-2, "sliding_window": 4},
     ),
+    ("mistral", {"sliding_window": 7, "rope_theta": 5e4, "rope_parameters": ABSENT, "rms_norm_eps": 1e-5}),
     (
         "qwen3_moe",
         {"norm_topk_prob": False, "head_dim": 96, "sliding_window": 4, "rms_norm_eps": ABSENT}
@@ -167,6 +186,15 @@ PASSING: list[Variant] = [
     ("mixtral", {"head_dim": 96, "tie_word_embeddings": True, "rope_parameters": ABSENT, "rms_norm_eps": ABSENT}),
     ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
     *((family, _scaled(kind)) for family in SCALED for kind in (LLAMA3, YARN, LINEAR, DYNAMIC)),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": ABSENT, "head_dim": 96}),
+    ("mistral", {"sliding_window": 1}),
+    ("mistral", {"sliding_window": 20} | _scaled(YARN)),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": ABSENT}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "layer_types": SLIDING, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": ABSENT}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    ("mixtral", {"sliding_window": 8}),
     ("mixtral", _scaled(LLAMA3)),
     ("mixtral", _older(LINEAR)),
     ("llama", _older(YARN | {"attention_factor": 0.7})),

@@ -15,6 +15,7 @@ from tests.helpers.odd_configs import ABSENT, laid_over
 FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 11}),
     "qwen3": ("Qwen3", {"head_dim": 64}),
     "qwen3_moe": (
         "Qwen3Moe",

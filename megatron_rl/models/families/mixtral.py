@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_rl.models.families.llama import ATTENTION, EMBEDDING, FINAL_NORM, MLP_NORM, OUTPUT
 from megatron_rl.models.fields import Fields
 from megatron_rl.models.known import known
 from megatron_rl.models.layouts import Cols, Rows, Whole, experts, ffn, hidden
 from megatron_rl.models.rope import Linear, Llama3, Rope
 from megatron_rl.models.rules import Family, Rule, same_layers
+from megatron_rl.models.windows import windows_everywhere
 
 EXPERTS = (
     MLP_NORM,
@@ -33,6 +36,7 @@ MIXTRAL = Family(
         "mixtral",
         ("num_key_value_heads", "num_experts_per_tok"),
         experts=True,
+        windows=partial(windows_everywhere, default=None),
         norm_topk_prob=True,
         rope_theta=1e6,
         rms_norm_eps=1e-5,

@@ -8,6 +8,7 @@ from megatron_rl.models.known import known
 from megatron_rl.models.layouts import Qkv
 from megatron_rl.models.rope import KINDS
 from megatron_rl.models.rules import Family, Rule, same_layers
+from megatron_rl.models.windows import switched_windows
 
 QKV_BIAS = Rule(
     "self_attention.linear_qkv.bias",
@@ -18,7 +19,7 @@ QKV_BIAS = Rule(
 _NAME = "Qwen2ForCausalLM"
 QWEN2 = Family(
     _NAME,
-    Fields("qwen2", ("num_key_value_heads",), null_head_dim=False, switches_window=True, ropes=KINDS),
+    Fields("qwen2", ("num_key_value_heads",), null_head_dim=False, windows=switched_windows, ropes=KINDS),
     layer=same_layers(*ATTENTION, QKV_BIAS, *MLP),
     embedding=EMBEDDING,
     final_norm=FINAL_NORM,

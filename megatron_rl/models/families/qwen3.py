@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_rl.models.families.llama import ATTENTION, EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
 from megatron_rl.models.fields import Compute, Fields
 from megatron_rl.models.known import known
 from megatron_rl.models.layouts import Cols, Rows, Whole, experts, ffn, head_dim, hidden
 from megatron_rl.models.rope import KINDS
 from megatron_rl.models.rules import Family, Rule, same_layers
+from megatron_rl.models.windows import switched_windows
 
 QK_NORM = (
     Rule("self_attention.q_layernorm.weight", Whole(head_dim), ("self_attn.q_norm.weight",)),
@@ -33,7 +36,7 @@ ROUTED = (
 _DENSE, _MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 QWEN3 = Family(
     _DENSE,
-    Fields("qwen3", ("num_key_value_heads", "head_dim"), switches_window=True, ropes=KINDS),
+    Fields("qwen3", ("num_key_value_heads", "head_dim"), windows=switched_windows, ropes=KINDS),
     layer=same_layers(*ATTENTION, *QK_NORM, *MLP),
     embedding=EMBEDDING,
     final_norm=FINAL_NORM,
@@ -56,7 +59,7 @@ QWEN3_MOE = Family(
         ffn_size="moe_intermediate_size",
         experts=True,
         null_head_dim=False,
-        switches_window=True,
+        windows=partial(switched_windows, by_layer=False),
         ropes=KINDS,
     ),
     layer=same_layers(*ATTENTION, *QK_NORM, MLP_NORM, *ROUTED),

@@ -151,9 +151,9 @@ def test_a_micro_batch_with_an_id_beyond_the_model_is_refused(odd: int) -> None:
     mask = torch.tensor([False, True, True])
     batch = TrainBatch(torch.tensor([1, odd, 99]), (3,), mask, {})
     with pytest.raises(DataError, match=rf"no tokens of the model: {odd}; config.json says vocab_size 100 -- use"):
-        pack(batch, head_dim=8, rope_theta=1e4, rope=Rope(), vocab_size=100, device=torch.device("cpu"))
+        pack(batch, rotary_dim=8, rope_theta=1e4, rope=Rope(), vocab_size=100, device=torch.device("cpu"))
     fits = TrainBatch(torch.tensor([1, 0, 99]), (3,), mask, {})
-    packed = pack(fits, head_dim=8, rope_theta=1e4, rope=Rope(), vocab_size=100, device=torch.device("cpu"))
+    packed = pack(fits, rotary_dim=8, rope_theta=1e4, rope=Rope(), vocab_size=100, device=torch.device("cpu"))
     assert packed.num_tokens == 3
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.mcore.attention import grouped_attention
-from megatron_rl.mcore.packing import MicroBatch, pack, plan_groups, zigzag_layout
+from megatron_rl.mcore.attention import PackedAttention, apply_rotary, grouped_attention
+from megatron_rl.mcore.packing import MicroBatch, pack, plan_groups, rotary, zigzag_layout
 from megatron_rl.models.rope import Rope
 from megatron_rl.types import TrainBatch
 
@@ -25,8 +26,14 @@ def _batch(lens: tuple[int, ...], seed: int = 0) -> TrainBatch:
     return TrainBatch(tokens, lens, mask, {"x": torch.arange(total).float()})
 
 
+WINDOWS = (0, 5, 24, 64, 1)
+
+
 def _pack(batch: TrainBatch, cp: int, rank: int, split: int = 1) -> MicroBatch:
-    return pack(batch, head_dim=HEAD_DIM, rope_theta=100.0, rope=Rope(), device=CPU, split=split, cp=cp, cp_rank=rank)
+    return pack(
+        batch, rotary_dim=HEAD_DIM, rope_theta=100.0, rope=Rope(), windows=WINDOWS, device=CPU, split=split, cp=cp,
+        cp_rank=rank,
+    )  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,9 +63,12 @@ def test_groups_hold_sequences_of_like_length() -> None:
     assert plan_groups([]) == []
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_packed_attention_equals_attention_on_each_sequence_alone(cp: int) -> None:
-    """Forward and gradients, grouped-query heads; the ranks' keys gathered as the group does it."""
+def test_packed_attention_equals_attention_on_each_sequence_alone(cp: int, window: int) -> None:
+    """Forward and gradients, grouped-query heads, windows of all lengths; the ranks' keys gathered as the group does
+    it.
+    """
     lens = (16, 3, 40, 1, 24)
     batch = _batch(lens)
     micros = [_pack(batch, cp, rank) for rank in range(cp)]
@@ -71,13 +81,15 @@ def test_packed_attention_equals_attention_on_each_sequence_alone(cp: int) -> No
     gathered = torch.cat([one.held for one in layout])
     for rank in range(cp):
         held = layout[rank].held
-        out = grouped_attention(q[held], k[gathered], v[gathered], micros[rank].packed, 0.3)
+        out = grouped_attention(q[held], k[gathered], v[gathered], micros[rank].packed, 0.3, window)
         outputs = outputs.index_put((held,), out)
     wanted, start = [], 0
     for length in layout[0].padded_lens:
         part = slice(start, start + length)
         qs, ks, vs = (x[part].transpose(0, 1)[None] for x in (q, k, v))
-        one = torch.nn.functional.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=0.3, enable_gqa=True)
+        ahead = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        seen = (ahead >= 0) & (ahead < (window or length))
+        one = torch.nn.functional.scaled_dot_product_attention(qs, ks, vs, seen, scale=0.3, enable_gqa=True)
         wanted.append(one[0].transpose(0, 1))
         start += length
     expected = torch.cat(wanted)
@@ -86,3 +98,20 @@ def test_packed_attention_equals_attention_on_each_sequence_alone(cp: int) -> No
     found = torch.autograd.grad((outputs * probe).sum(), (q, k, v))
     exact = torch.autograd.grad((expected * probe).sum(), (q, k, v))
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(found, exact, strict=True))
+
+
+def test_a_layer_has_the_window_of_its_number() -> None:
+    config = TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=2)
+    layers = [PackedAttention(config, number, windows=(0, 5, 1)) for number in (1, 2, 3)]
+    assert [layer.window for layer in layers] == [0, 5, 1]
+    assert PackedAttention(config, 3).window == 0
+
+
+def test_rope_over_a_part_of_the_head_leaves_the_rest() -> None:
+    from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+
+    cos, sin = rotary(torch.arange(9), 6, 100.0, Rope())
+    x = torch.randn(9, 3, 16)
+    theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos[None, :, 0], sin[None, :, 0])
+    assert torch.allclose(apply_rotary(x, cos, sin), theirs[0].transpose(0, 1), atol=1e-6)
+    assert torch.equal(apply_rotary(x, cos, sin)[..., 6:], x[..., 6:])
