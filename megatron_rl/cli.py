@@ -252,7 +252,8 @@ def _print_mapping(resolved: Resolved) -> None:
 
 def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     cfg = resolved.config
-    batch, layout = batch_table(cfg), layout_table(cfg, read_model_shape(cfg.model.path))
+    shape = read_model_shape(cfg.model.path, changes=cfg.model.override_config)
+    batch, layout = batch_table(cfg), layout_table(cfg, shape)
     idle = [*idle_settings(cfg), *resolved.unused]
     if options.json:
         content = _as_json(resolved, batch, layout, [asdict(one) for one in idle])

@@ -67,10 +67,12 @@ def require_weights(cfg: RunConfig, needs_rewards: bool) -> None:
 
 
 def _weight_checks(cfg: RunConfig, needs_rewards: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    changes = cfg.model.override_config
     if cfg.model.init == "pretrained":
-        yield "model.path", lambda: _check_weights(cfg.model.path, read_model_shape(cfg.model.path))
+        yield "model.path", lambda: _check_weights(cfg.model.path, read_model_shape(cfg.model.path, changes=changes))
     if cfg.needs_reference and cfg.ref.path is not None:
-        yield "ref.path", lambda: _check_weights(str(cfg.ref.path), read_model_shape(str(cfg.ref.path)))
+        ref = str(cfg.ref.path)
+        yield "ref.path", lambda: _check_weights(ref, read_model_shape(ref, changes=changes))
     if cfg.critic.enable and cfg.critic.path is not None:
         yield "critic.path", lambda: _check_critic(str(cfg.critic.path))
     plan, _ = plan_rewards(cfg.reward) if needs_rewards else (None, [])

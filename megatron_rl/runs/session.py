@@ -18,7 +18,8 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import batch_table, format_table, layout_table
 from megatron_rl.errors import BrokenCheckpoint, ClusterError, ConfigError, DataError, Fault, MegatronRLError, MissingDependency, P2PError
 from megatron_rl.experience.buffer import RolloutBuffer
-from megatron_rl.models.config_json import read_model_shape
+from megatron_rl.models.changes import OVERRIDE, describe_changes
+from megatron_rl.models.config_json import read_config, read_model_shape
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.run_status import LastCheckpoint, StatusWriter
@@ -113,7 +114,10 @@ def _run(run: RunInFolder[StepT], start: Start) -> None:
     if not start.in_place and start.why_not and cfg.trainer.overwrite == "number":
         progress.say(f"the folder that was asked for holds a run: this one is {folder} (trainer.overwrite=number)")
     progress.say(format_table(batch_table(cfg)))
-    progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path))))
+    changes = cfg.model.override_config
+    for line in describe_changes(read_config(cfg.model.path)[0] or {}, changes):
+        progress.say(f"{OVERRIDE}: {line}")
+    progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path, changes=changes))))
     require_sinks(cfg.trainer.logger)
     with run.status.told_end():
         _attempts(run, start)

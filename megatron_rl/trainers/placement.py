@@ -99,7 +99,8 @@ def role_plans(
     """The models of a run. critic_optimizer_steps: None if no critic is trained. offload: whether memory is given up to
     others at all.
     """
-    shape, actor = read_model_shape(cfg.model.path), cfg.actor_training
+    changes, actor = cfg.model.override_config, cfg.actor_training
+    shape = read_model_shape(cfg.model.path, changes=changes)
     random = cfg.model.init == "random"
     with_critic = critic_optimizer_steps is not None
     roles: dict[Role, RolePlan] = {
@@ -108,6 +109,7 @@ def role_plans(
             actor.parallel,
             cfg.model.path,
             random,
+            changes,
             value_head=with_critic and cfg.critic.share_backbone,
             training=actor,
             optimizer_steps=max(optimizer_steps, 1),
@@ -116,15 +118,16 @@ def role_plans(
     }
     if cfg.needs_reference:
         own = cfg.ref.path
-        roles["reference"] = RolePlan(shape, actor.parallel, own or cfg.model.path, random and own is None)
+        roles["reference"] = RolePlan(shape, actor.parallel, own or cfg.model.path, random and own is None, changes)
     if with_critic and not cfg.critic.share_backbone:
         critic, own = cfg.critic_training, cfg.critic.path
-        critic_shape, stored_head = read_critic_shape(own or cfg.model.path)
+        critic_shape, stored_head = read_critic_shape(own or cfg.model.path, {} if own else changes)
         roles["critic"] = RolePlan(
             critic_shape,
             critic.parallel,
             own or cfg.model.path,
             random and own is None,
+            {} if own else changes,
             lm_head=False,
             value_head=True,
             stored_head=stored_head,

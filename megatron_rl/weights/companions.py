@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.models.changes import laid_over
 
 MODEL_FILES = ("config.json", "generation_config.json")
 # Every file that a tokenizer of transformers is read from; a template in one of them hides that of another.
@@ -21,7 +25,7 @@ TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 def copy_companions(folder: Path, model: Path, tokenizer: Path, changes: Mapping[str, Any] | None) -> None:
     """Copy config.json and generation_config.json from `model`, every tokenizer file from `tokenizer`.
 
-    changes: entries of config.json that differ.
+    changes: entries of config.json that differ (models/changes.py).
     """
     for source, names in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)):
         for name in names:
@@ -34,7 +38,20 @@ def copy_companions(folder: Path, model: Path, tokenizer: Path, changes: Mapping
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "dtype" in changes:
             config.pop("torch_dtype", None)
-        (folder / "config.json").write_text(json.dumps(config | dict(changes), indent=2) + "\n", encoding="utf-8")
+        merged = laid_over(config, changes)
+        (folder / "config.json").write_text(json.dumps(merged, indent=2) + "\n", encoding="utf-8")
+
+
+def model_folder(path: str, changes: Mapping[str, Any]) -> str:
+    """A folder whose config.json has the changes: `path` itself, or one without weights that lives as long as this
+    process does. An engine reads it before its weights come.
+    """
+    if not changes:
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-config-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    copy_companions(folder, Path(path), Path(path), changes)
+    return str(folder)
 
 
 def set_chat_template(folder: Path, template: str) -> None:

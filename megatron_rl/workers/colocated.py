@@ -22,6 +22,7 @@ from megatron_rl.reshard.plan import make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
+from megatron_rl.weights.companions import model_folder
 from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.workers.engine import EngineWorker, no_texts
 from megatron_rl.workers.phases import RankMemory
@@ -91,7 +92,7 @@ def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: Engi
     number = layout.ranks.index(rank) // layout.tp
     return EngineSettings(
         name=rollout.name,
-        model_path=cfg.model.path,
+        model_path=model_folder(cfg.model.path, cfg.model.override_config),
         tokenizer_path=cfg.model.tokenizer_path or cfg.model.path,
         vocab_size=shape.vocab_size,
         max_model_len=rollout.max_model_len or cfg.max_sequence_length,

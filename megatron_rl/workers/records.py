@@ -33,6 +33,8 @@ class RolePlan:
     """Folder that the weights come from, and the files that stand beside them in a save."""
     random: bool = False
     """Draw the weights; the folder gives the config alone."""
+    changes: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Entries laid over the folder's config.json, here and in a save."""
     lm_head: bool = True
     value_head: bool = False
     stored_head: HeadKind = "causal"

@@ -69,7 +69,7 @@ def rehearse(cfg: RunConfig) -> None:
     model, renderer = Path(cfg.model.path), run_renderer(cfg, cfg.model.path)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        copy_companions(folder, model, Path(renderer.tokenizer_path), None)
+        copy_companions(folder, model, Path(renderer.tokenizer_path), cfg.model.override_config)
         template = renderer.saved_template()
         if template is not None:
             set_chat_template(folder, template)

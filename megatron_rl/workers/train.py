@@ -173,6 +173,7 @@ class TrainWorker:
         failure: MegatronRLError | None = None
         if self._rank == 0:
             model = self._cfg.model
+            head = token_classifier_config(plan.shape) if form == "value_model" else {}
             try:
                 renderer = run_renderer(self._cfg, plan.weights)
                 write_model(
@@ -181,7 +182,7 @@ class TrainWorker:
                     companions_from=plan.weights,
                     tokenizer_from=model.tokenizer_path or model.path,
                     dtype=DTYPES[model.dtype],
-                    config_changes=token_classifier_config(plan.shape) if form == "value_model" else None,
+                    config_changes={**plan.changes, **head},
                     eos_token=model.eos_token,
                     chat_template=renderer.saved_template(),
                     verify=lambda folder: check_saved(folder, renderer, self._cfg),

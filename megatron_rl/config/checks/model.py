@@ -10,7 +10,7 @@ from typing import cast
 from megatron_rl.config.checks.vocabulary import vocabulary_faults
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
-from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.config_json import Changes, inspect_model
 from megatron_rl.models.shape import ModelShape
 
 
@@ -20,21 +20,21 @@ class ModelShapes:
     def __init__(self) -> None:
         self._read: dict[tuple[str, str], tuple[ModelShape | None, list[Fault]]] = {}
 
-    def inspect(self, path: str, key: str) -> tuple[ModelShape | None, list[Fault]]:
+    def inspect(self, path: str, key: str, changes: Changes | None = None) -> tuple[ModelShape | None, list[Fault]]:
         """As models.config_json.inspect_model."""
         if (path, key) not in self._read:
-            self._read[path, key] = inspect_model(path, key)
+            self._read[path, key] = inspect_model(path, key, changes)
         shape, faults = self._read[path, key]
         return shape, [*faults]
 
     def actor(self, cfg: RunConfig) -> ModelShape | None:
         """The shape of model.path; None if it cannot be read, which the check `model` reports."""
-        return self.inspect(cfg.model.path, "model.path")[0]
+        return self.inspect(cfg.model.path, "model.path", cfg.model.override_config)[0]
 
 
 def model(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The model's folder describes a model that is supported."""
-    return models.inspect(cfg.model.path, "model.path")[1]
+    return models.inspect(cfg.model.path, "model.path", cfg.model.override_config)[1]
 
 
 def weights(cfg: RunConfig) -> list[Fault]:
@@ -111,7 +111,7 @@ def reference(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     path = cfg.ref.path
     if path is None or not cfg.needs_reference:
         return []
-    shape, faults = models.inspect(path, "ref.path")
+    shape, faults = models.inspect(path, "ref.path", cfg.model.override_config)
     if shape is None:
         return faults
     actor = models.actor(cfg)

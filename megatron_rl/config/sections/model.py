@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,10 @@ class ModelConfig:
     with another); the saved model's tokenizer and configs name it too."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained reads the weights from `path`; random draws them from trainer.seed, the same for every layout."""
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Entries laid over config.json before it is read (max_position_embeddings, rope_parameters, ...): trained, given
+    to the engine, and written into saved models. They hold for the reference, and for a critic that starts from `path`.
+    """
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the trained parameters; with bfloat16 the optimizer keeps float32 master parameters."""
     lora: LoraConfig = Field(default_factory=LoraConfig)

@@ -171,10 +171,12 @@ SPECIAL: dict[str, tuple[str, Mapping[Any, object]]] = {
 FREE: dict[str, str] = {
     "data.apply_chat_template_kwargs": "data.apply_chat_template_kwargs",
     ROLLOUT + "engine_kwargs.vllm": "rollout.engine_kwargs",
+    MODEL + "override_config.model_config": "model.override_config",
+    MODEL + "override_config": "model.override_config",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
     "reward.custom_reward_function.reward_kwargs": "reward.kwargs",
 }
-"""Mappings whose own keys are the user's."""
+"""Mappings whose own keys are the user's; the first that fits counts."""
 
 DEFAULTS: dict[str, tuple[str, object]] = {
     "data.train_batch_size": ("data.train_batch_size", 1024),

@@ -119,7 +119,6 @@ _MODEL: dict[str, Verdict] = {
     "external_lib": off("a Python module to load first"),
     "hf_config_path": off("a config.json in another folder", "copy it into the model's folder"),
     "custom_chat_template": off("a chat template given as text", "put it into the tokenizer's folder"),
-    "override_config": off("changes to config.json", "write them into the model's config.json"),
     "override_config.attention_dropout": only(0, 0.0, None, why="no dropout, as here", lacks="dropout in training"),
     "override_config.embd_pdrop": only(0, 0.0, None, why="no dropout, as here", lacks="dropout in training"),
     "override_config.resid_pdrop": only(0, 0.0, None, why="no dropout, as here", lacks="dropout in training"),
@@ -430,6 +429,10 @@ _SINGLE: dict[str, Verdict] = {
 NEUTRAL: dict[str, Verdict] = {
     **_at(("data.",), _DATA),
     **_at((MODEL, CRITIC + "model.", REF + "model."), _MODEL),
+    **_at(
+        (CRITIC + "model.", REF + "model."),
+        {"override_config": off("changes to config.json", "write them into the model's config.json")},
+    ),
     **_at((ACTOR + "optim.", CRITIC + "optim."), _OPTIM),
     **_at((ACTOR, CRITIC, REF), _TRAINED),
     **_at((ACTOR + "megatron.", CRITIC + "megatron.", REF + "megatron."), _MEGATRON | _TRANSFORMER),
@@ -529,6 +532,6 @@ STRICT: dict[str, str] = {
     **{f"{part}megatron.override_ddp_config.": "a setting of Megatron's data parallelism" for part in _TRAINING},
     **{f"{part}optim.override_optimizer_config.": "an optimizer setting" for part in _TRAINING},
     **{f"{part}megatron.override_mcore_model_config.": "a field of Megatron's model" for part in _TRAINING},
-    **{f"{part}override_config.": "a change to config.json" for part in (MODEL, CRITIC + "model.", REF + "model.")},
+    **{f"{part}override_config.": "a change to config.json" for part in (CRITIC + "model.", REF + "model.")},
 }
 """Prefix of verl's keys whose own names are another library's -> what a name that is not known here asks for."""

@@ -76,10 +76,10 @@ def _one(work: Work, entry: Entry) -> None:
         work.place(entry, ours, special[0] if special else value)
     elif key in keys.CHOICES:
         _choice(work, key, value)
-    elif (free := _free(key)) is not None:
-        work.place(entry, free, value)
     elif (verdict := neutral.NEUTRAL.get(key)) is not None:
         _judge(work, key, verdict)
+    elif (free := _free(key)) is not None:
+        work.place(entry, free, value)
     elif work.schema.key_of(key) is not None or (key in work.schema.sections and value in (None, {})):
         work.place(entry, key, value, own=True)
     else:

@@ -66,9 +66,7 @@ def test_groups_hold_sequences_of_like_length() -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_packed_attention_equals_attention_on_each_sequence_alone(cp: int, window: int) -> None:
-    """Forward and gradients, grouped-query heads, windows of all lengths; the ranks' keys gathered as the group does
-    it.
-    """
+    """Forward and gradients, grouped-query heads, all windows; the ranks' keys gathered as the group does it."""
     lens = (16, 3, 40, 1, 24)
     batch = _batch(lens)
     micros = [_pack(batch, cp, rank) for rank in range(cp)]

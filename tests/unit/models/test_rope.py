@@ -104,7 +104,9 @@ def test_queries_and_keys_turn_by_the_angles_of_transformers(entry: dict[str, An
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     entry = entry | {"rope_theta": theta}
-    config = LlamaConfig(hidden_size=128, num_attention_heads=4, rope_parameters=dict(entry), max_position_embeddings=256)
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=4, rope_parameters=dict(entry), max_position_embeddings=256
+    )
     positions = torch.arange(256)
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     kind = read_rope(KINDS, entry, FAR)

@@ -73,7 +73,7 @@ LACKS = [
     ([f"{A}optim.use_precision_aware_optimizer=True"], None, "a precision-aware optimizer"),
     ([f"+{A}megatron.override_transformer_config.moe_aux_loss_coeff=0.01"], None, "a balancing loss"),
     ([f"+{A}megatron.override_transformer_config.num_query_groups=2"], None, "TransformerConfig"),
-    ([f"+{M}override_config.max_position_embeddings=32768"], None, "a change to config.json"),
+    (["+critic.model.override_config.max_position_embeddings=32768"], None, "a change to config.json"),
     ([f"{A}policy_loss.loss_mode=clip_cov"], f"{A}policy_loss.loss_mode", "'clip_cov'"),
     (["reward_model.enable=True", "reward_model.rollout.name=vllm"], "reward_model.enable", "a reward model"),
     (["reward.reward_model.enable=True"], "reward.reward_model.enable", "a reward model"),

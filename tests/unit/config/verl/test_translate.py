@@ -14,7 +14,7 @@ from megatron_rl.config.verl import known_keys, neutral, rules
 from megatron_rl.errors import ConfigError, Fault
 from tests.helpers.config import make_model, write
 
-ROLLOUT, ACTOR = verl_keys.ROLLOUT, verl_keys.ACTOR
+ROLLOUT, ACTOR, MODEL = verl_keys.ROLLOUT, verl_keys.ACTOR, verl_keys.MODEL
 
 # The shape of the field's GSM8K GRPO tutorials, with a model and lengths that fit this machine.
 GSM8K = """
@@ -277,6 +277,8 @@ def test_a_verl_run_that_is_silent_about_its_estimator_is_ppo_with_a_critic(tmp_
         (f"{ROLLOUT}val_kwargs.n=1", "rollout.val.n", 1),
         (f"{ROLLOUT}val_kwargs.temperature=0.6", "rollout.val.temperature", 0.6),
         (f"{ROLLOUT}top_k=0", "rollout.top_k", -1),
+        (f"+{MODEL}override_config.max_position_embeddings=640", "model.override_config.max_position_embeddings", 640),
+        (f"+{MODEL}override_config.model_config.rms_norm_eps=0.1", "model.override_config.rms_norm_eps", 0.1),
         (f"{ROLLOUT}engine_kwargs.vllm.block_size=32", "rollout.engine_kwargs.block_size", 32),
         ("+data.apply_chat_template_kwargs.x=False", "data.apply_chat_template_kwargs.x", False),
         ("data.seed=3", "trainer.seed", 3),
