@@ -16,6 +16,7 @@ from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models.changes import OVERRIDE, change_faults, laid_over
 from megatron_rl.models.families import FAMILIES, TRAINED
 from megatron_rl.models.fields import Fields, rope_entries, unsupported
+from megatron_rl.models.refused import REFUSED
 from megatron_rl.models.rope import Rope, is_finite_above_zero, read_rope
 from megatron_rl.models.rules import Family
 from megatron_rl.models.shape import ModelShape
@@ -139,7 +140,9 @@ def _family(fields: Mapping[str, Any], where: str) -> tuple[Family | None, list[
     family = next((family for name, family in FAMILIES.items() if names == [name]), None)
     if family is None or family.planned_only:
         reason = "this architecture is not supported" if names else "does not say which architecture the model has"
-        reason += f": {family.planned_only}" if family is not None else ""
+        name = str(cast("list[object]", names)[0]) if isinstance(names, list) and names else ""
+        why = REFUSED.get(name, "") if family is None else family.planned_only
+        reason += f": {why}" if why else ""
         supported = ", ".join(TRAINED)
         cure = f'use a model with one of the supported: {supported} (written "architectures": ["LlamaForCausalLM"])'
         return None, [Fault(f"{where}: architectures", names, reason, cure)]

@@ -37,4 +37,4 @@ def derived_fault(name: str, values: torch.Tensor, folder: Path) -> str | None:
         half = values.dtype in (torch.float16, torch.bfloat16)
         if torch.allclose(values.double(), wanted, rtol=1e-2 if half else 1e-4, atol=1e-7 if half else 0.0):
             return None
-    return f"{name} is not that of rope_theta {shape.rope_theta:g} and {shape.rotary_dim} numbers of a head"
+    return f"{name} is not that of rope_theta {shape.rope_theta:g} and head_dim {shape.head_dim}"

@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import inspect_model, read_model_shape
+from megatron_rl.models.refused import REFUSED
 from megatron_rl.models.rules import hf_shapes, num_parameters
 from megatron_rl.models.shape import ModelShape
 from tests.helpers.config import faults, load, make_model, only_fault
@@ -121,7 +122,7 @@ def test_shape_of_qwen3_moe_and_of_mixtral(tmp_path: Path) -> None:
         ("QWEN3_MOE", {"num_experts_per_tok": None}),
         ("QWEN3_MOE", {"moe_intermediate_size": None}),
         ("QWEN3_MOE", {"num_local_experts": 4}),
-        ("MIXTRAL", {"sliding_window": 4096}),
+        ("MIXTRAL", {"sliding_window": 0}),
         ("MIXTRAL", {"router_jitter_noise": 0.1}),
         ("MIXTRAL", {"num_local_experts": None}),
         ("QWEN3", {"use_sliding_window": True}),
@@ -148,7 +149,13 @@ def test_rope_theta_is_read_from_new_and_old_places(tmp_path: Path) -> None:
 def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     fault = refused(tmp_path, architectures=["MambaForCausalLM"])
     assert fault.key.endswith("config.json: architectures") and fault.value == ["MambaForCausalLM"]
-    assert "LlamaForCausalLM, MixtralForCausalLM" in fault.cure and "Deepseek" not in fault.cure
+    assert "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM" in fault.cure and "Deepseek" not in fault.cure
+
+
+def test_a_well_known_architecture_is_refused_with_the_reason(tmp_path: Path) -> None:
+    assert not REFUSED.keys() & FAMILIES.keys()
+    for name, reason in REFUSED.items():
+        assert refused(tmp_path, architectures=[name]).reason == f"this architecture is not supported: {reason}"
 
 
 def test_a_family_that_is_only_planned_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -162,8 +169,8 @@ def test_a_family_that_is_only_planned_is_refused_with_the_reason(tmp_path: Path
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+        {"rope_scaling": {"type": "linear", "factor": 2}},
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},

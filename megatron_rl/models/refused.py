@@ -1,0 +1,17 @@
+"""Well-known architectures that are not computed, and why. docs/models.md has the same reasons. Torch-free."""
+
+from __future__ import annotations
+
+_GEMMA = (
+    "its norms multiply by weight + 1 and stand after attention and MLP too, embeddings are scaled, and layers with a "
+    "sliding window have another RoPE base: Megatron's local layer has no place for them"
+)
+REFUSED: dict[str, str] = {
+    "GemmaForCausalLM": "its norms multiply by weight + 1, and embeddings are scaled",
+    "Gemma2ForCausalLM": f"{_GEMMA}; logits have a bound",
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": f"images are not supported, and of its text model {_GEMMA}",
+    "Phi3ForCausalLM": "its RoPE of type longrope has other frequencies where a batch is longer",
+    "Ministral3ForCausalLM": "its queries are scaled by their position",
+}
+"""HF architecture -> the reason."""
