@@ -32,7 +32,9 @@ from megatron_rl.data.end_tokens import known_end_ids, named_end_ids
 from megatron_rl.data.files import BadRow
 from megatron_rl.data.formats import half_surrogates
 from megatron_rl.data.template import ChatTemplate
-from megatron_rl.errors import DataError, MissingDependency
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import DataError
+from megatron_rl.models.tokenizers.templates import DEFAULT, chosen_template
 
 if TYPE_CHECKING:
     # torch is slow to import, and processes that render rows do not need it.
@@ -58,19 +60,22 @@ class Renderer:
         template_kwargs: dict[str, Any] | None = None,
         model_path: str | None = None,
         eos_token: str | None = None,
+        model_template: str | None = None,
     ) -> None:
         """model_path: folder whose generation_config.json and config.json may name more end tokens; else
-        tokenizer_path. eos_token: in place of the tokenizer's.
+        tokenizer_path. eos_token, model_template (model.chat_template): in place of the tokenizer's.
         """
         self.tokenizer_path = tokenizer_path
-        self._arguments = (tokenizer_path, chat_template, template_kwargs, model_path, eos_token)
+        self._arguments = (tokenizer_path, chat_template, template_kwargs, model_path, eos_token, model_template)
         self._plain = chat_template == "plain"
         # Read first: transformers' own complaint about a config.json names no file.
         named = named_end_ids(Path(model_path or tokenizer_path))
-        self._tokenizer = _load_tokenizer(tokenizer_path)
+        self._tokenizer = load_tokenizer(tokenizer_path)
         self._check_round_trip()
         if eos_token is not None:
             self._set_eos_token(eos_token)
+        template, self._is_given = chosen_template(Path(tokenizer_path), self._tokenizer.chat_template, model_template)
+        self._tokenizer.chat_template = template
         own = self._tokenizer.eos_token_id
         ends = ([] if own is None else [own]) + list(known_end_ids(named, len(self._tokenizer)))
         self._eos_token_ids = tuple(dict.fromkeys(ends))
@@ -94,6 +99,7 @@ class Renderer:
             template_kwargs=data.apply_chat_template_kwargs,
             model_path=model.path,
             eos_token=model.eos_token,
+            model_template=model.chat_template,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -274,6 +280,11 @@ class Renderer:
             role = message["role"]
             if role not in ROLES and not (not self._plain and self._template.quotes(role)):
                 raise BadRow(f"message {number} has role = {role!r} -- use one of {', '.join(ROLES)}")
+            if role in ROLES and not self._plain and self._template.drops(role):
+                raise BadRow(
+                    f"message {number} has role = {role!r}, and the chat template drops what such messages say "
+                    "-- name another in model.chat_template, or leave the message out"
+                )
             for name in CONTENT_FIELDS:
                 if not is_empty(message.get(name)) and not self._reads(name):
                     raise BadRow(
@@ -348,14 +359,22 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"{self.tokenizer_path}: the tokenizer has no chat template to render messages with "
-                "-- set data.chat_template=plain, or add a chat_template to tokenizer_config.json"
+                "-- set data.chat_template=plain, or give a template in model.chat_template"
+            )
+        if isinstance(self._tokenizer.chat_template, dict) and DEFAULT not in self._tokenizer.chat_template:
+            raise DataError(
+                f"{self.tokenizer_path}: the tokenizer has {len(self._tokenizer.chat_template)} chat templates and "
+                f"none of the name {DEFAULT} -- choose one by model.chat_template: "
+                f"{', '.join(self._tokenizer.chat_template)}"
             )
         return self._template.write(messages, inputs, add_generation_prompt=add_generation_prompt)
 
     def saved_template(self) -> str | None:
-        """The chat template that renders as data.chat_template=plain does; None if the tokenizer's own is used."""
+        """The chat template that a saved model needs to render as the run does: one that writes as
+        data.chat_template=plain does, or model.chat_template; None if the tokenizer's own is used.
+        """
         if not self._plain:
-            return None
+            return self._template.source if self._is_given else None
         end = json.dumps(self._end_text(), ensure_ascii=False) if self._eos_token_ids else '""'
         return (
             "{%- for m in messages %}{{- m['content'] }}{%- if m['role'] == 'assistant' %}{{- "
@@ -434,25 +453,6 @@ def _model_vocab_size(folder: Path) -> int | None:
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path}: not a JSON object ({error}) -- write the file again") from error
     return size if isinstance(size, int) else None
-
-
-def _load_tokenizer(path: str) -> Any:
-    if not Path(path).is_dir():
-        raise DataError(
-            f"{path}: there is no such folder -- name a local one with tokenizer.json in model.tokenizer_path"
-        )
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingDependency("tokenizers need transformers -- pip install transformers") from error
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exception for a tokenizer.json that it cannot read
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise DataError(
-            f"{path}: no tokenizer can be loaded ({type(error).__name__}: {reason}) "
-            "-- the folder needs tokenizer.json and tokenizer_config.json"
-        ) from error
 
 
 def _visible(text: str) -> str:

@@ -12,10 +12,20 @@ from megatron_rl.data.columns import TemplateInputs
 from megatron_rl.data.conversation import Message
 from megatron_rl.data.files import BadRow
 from megatron_rl.data.formats import json_text
-from megatron_rl.errors import DataError
+from megatron_rl.models.tokenizers.templates import variables_of
 
 _QUESTION: Message = {"role": "user", "content": "a"}
+_NONE = TemplateInputs()
 _ANSWER: Message = {"role": "assistant", "content": "b"}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"k": "v"}}}
+_CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_AROUND: dict[str, tuple[list[Message], list[Message]]] = {
+    "system": ([], [_QUESTION]),
+    "user": ([], []),
+    "assistant": ([_QUESTION], [_QUESTION]),
+    "tool": ([_QUESTION, _CALLING], []),
+}
+"""Messages before and after one of each role, in a conversation that a template may be asked to write."""
 
 
 class ChatTemplate:
@@ -24,6 +34,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, keywords: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._keywords = dict(keywords)
+        self._dropped = dict[str, bool]()
 
     @cached_property
     def source(self) -> str:
@@ -34,18 +45,7 @@ class ChatTemplate:
     @cached_property
     def names(self) -> frozenset[str]:
         """Variables that the template reads from what it is given."""
-        import jinja2
-        from jinja2 import meta
-
-        # transformers' own tag, which no other Jinja knows; it marks answers and reads nothing.
-        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", self.source)
-        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-        try:
-            return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(
-                f"the chat template is not valid: {error} -- mend chat_template of the tokenizer"
-            ) from error
+        return variables_of(self.source)
 
     def mentions(self, name: str) -> bool:
         """Whether the word stands anywhere in the template: as a field of messages, say."""
@@ -85,6 +85,18 @@ class ChatTemplate:
         after = text.rpartition("b")[2] if not text.startswith(head) else text[len(head) :].partition("b")[2]
         found = [(after.find(token), token) for token in special if token in after]
         return min(found)[1] if found else None
+
+    def drops(self, role: str) -> bool:
+        """Whether the text is the same whatever a message of this role says; False where it cannot be asked."""
+        if role in _AROUND and role not in self._dropped:
+            before, after = _AROUND[role]
+            message: Message = {"role": role, "name": "f", "tool_call_id": "abcdefghi"}
+            try:
+                texts = {self._write([*before, message | {"content": text}, *after], _NONE) for text in ("x1", "y2")}
+            except BadRow:
+                texts = set[str]()
+            self._dropped[role] = len(texts) == 1
+        return self._dropped.get(role, False)
 
     def _for_template(self, message: Message) -> Message:
         """tool_calls in the form that this template takes: content None or "", arguments as a mapping or as text."""

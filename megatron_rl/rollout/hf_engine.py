@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
@@ -44,7 +45,7 @@ class HfEngine:
     """A causal LM of transformers with a KV cache, sampled token by token."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         self._settings = settings
         self._version = -1
@@ -53,7 +54,7 @@ class HfEngine:
         dtype = DTYPES[settings.dtype]
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         self._model.to(settings.device)
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path) if settings.needs_text else None
+        self._tokenizer = load_tokenizer(settings.tokenizer_path) if settings.needs_text else None
 
     @property
     def weight_version(self) -> int:

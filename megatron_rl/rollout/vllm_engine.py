@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.data.tokenizer import prepared_folder
 from megatron_rl.engines.vllm import why_refused
 from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.models import FAMILIES
@@ -173,7 +174,7 @@ class VllmEngine:
         settings, on_cpu = self._settings, self._on_cpu
         arguments: dict[str, Any] = {
             "model": settings.model_path,
-            "tokenizer": settings.tokenizer_path,
+            "tokenizer": prepared_folder(settings.tokenizer_path) if settings.needs_text else settings.tokenizer_path,
             "skip_tokenizer_init": not settings.needs_text,
             "dtype": settings.dtype,
             "max_model_len": settings.max_model_len,

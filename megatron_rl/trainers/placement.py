@@ -22,7 +22,7 @@ from megatron_rl.reshard.rank_order import colocated_layout
 from megatron_rl.reshard.tables import ModelTable
 from megatron_rl.workers.colocated import ColocatedWorker, engine_layout
 from megatron_rl.workers.records import EnginePlan, Role, RolePlan, TrainPlan
-from megatron_rl.workers.saved import rehearse
+from megatron_rl.workers.saved import is_rewritten, rehearse
 from megatron_rl.workers.train import TrainWorker
 
 
@@ -145,8 +145,8 @@ def start_workers(
 
     See role_plans. Raises ClusterError, CheckpointError and RolloutError as start_group and the workers do.
     """
-    if cfg.model.tokenizer_path is not None or cfg.data.chat_template == "plain":
-        # Files of two folders, or a template that takes the tokenizer's place: seen now, not at the save.
+    if is_rewritten(cfg):
+        # Seen now, not at the save.
         rehearse(cfg)
     with ray_runtime.joined(cfg.cluster):
         device = ray_runtime.workers_device(cfg.cluster, cfg.cluster.device)

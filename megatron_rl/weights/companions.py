@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.models.changes import laid_over
+from megatron_rl.models.tokenizers.files import made_tokenizer_json, other_tokenizers, tokenizer_file
 
 MODEL_FILES = ("config.json", "generation_config.json")
 # Every file that a tokenizer of transformers is read from; a template in one of them hides that of another.
@@ -25,7 +26,8 @@ TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 def copy_companions(folder: Path, model: Path, tokenizer: Path, changes: Mapping[str, Any] | None) -> None:
     """Copy config.json and generation_config.json from `model`, every tokenizer file from `tokenizer`.
 
-    changes: entries of config.json that differ (models/changes.py).
+    A tokenizer without tokenizer.json gets one, with the same ids: transformers reads other files by guesses.
+    changes: entries of config.json that differ (models/changes.py). Raises DataError if the tokenizer cannot be read.
     """
     for source, names in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)):
         for name in names:
@@ -34,6 +36,10 @@ def copy_companions(folder: Path, model: Path, tokenizer: Path, changes: Mapping
     for name in TEMPLATE_FOLDERS:
         if (tokenizer / name).is_dir():
             shutil.copytree(tokenizer / name, folder / name, copy_function=shutil.copyfile)
+    if not (folder / "tokenizer.json").is_file() and other_tokenizers(tokenizer):
+        content, settings = made_tokenizer_json(tokenizer_file(tokenizer))
+        (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(folder / "tokenizer_config.json", settings)
     if changes:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "dtype" in changes:
@@ -54,6 +60,11 @@ def model_folder(path: str, changes: Mapping[str, Any]) -> str:
     return str(folder)
 
 
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a file of settings, for people to read."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def set_chat_template(folder: Path, template: str) -> None:
     """Make `template` the only one of the tokenizer in `folder`."""
     for name in TEMPLATE_FOLDERS:
@@ -63,7 +74,7 @@ def set_chat_template(folder: Path, template: str) -> None:
     if settings.is_file():
         fields = json.loads(settings.read_text(encoding="utf-8"))
         if fields.pop("chat_template", None) is not None:
-            settings.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json(settings, fields)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 

@@ -14,6 +14,7 @@ import torch
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.model import ModelConfig
 from megatron_rl.config.sections.reward import RewardModelConfig
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import CheckpointError, RewardError
 from megatron_rl.observe.beat import beat
 from megatron_rl.observe.log import setup_logging
@@ -44,14 +45,12 @@ class RewardModelWorker:
     def __init__(self, rank: int, world: int, cfg: RewardModelConfig, plan: RewardModelPlan) -> None:
         """Raises CheckpointError where the folder's weights leave a part of the classifier unset."""
         setup_logging("reward_model", rank)
-        from transformers import AutoTokenizer
-
         assert cfg.path is not None
         self._cfg, self._plan = cfg, plan
         self._device = torch.device("cpu")
         if plan.device == "cuda":
             self._device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        self._tokenizer = AutoTokenizer.from_pretrained(cfg.tokenizer_path or cfg.path)
+        self._tokenizer = load_tokenizer(cfg.tokenizer_path or cfg.path)
         self._model = _load(cfg).to(self._device)  # type: ignore[arg-type]
         self._max_length = self._find_max_length()
 
@@ -165,8 +164,7 @@ def same_rendering(policy: ModelConfig, data: DataConfig, model: RewardModelConf
     ours, theirs = Path(policy.tokenizer_path or policy.path), Path(model.tokenizer_path or model.path or "")
     if (data.chat_template, data.apply_chat_template_kwargs) != (model.chat_template, model.apply_chat_template_kwargs):
         return False
-    # An older tokenizer has no such file, and is none that a policy can have.
-    if not (theirs / "tokenizer.json").is_file():
+    if policy.chat_template is not None or not all((one / "tokenizer.json").is_file() for one in (ours, theirs)):
         return False
     return _tokenizer_facts(ours) == _tokenizer_facts(theirs)
 

@@ -26,7 +26,15 @@ def run_renderer(cfg: RunConfig, model_folder: str) -> Renderer:
         cfg.data.apply_chat_template_kwargs,
         model_folder,
         cfg.model.eos_token,
+        cfg.model.chat_template,
     )
+
+
+def is_rewritten(cfg: RunConfig) -> bool:
+    """Whether a save has other files than model.path's: of two folders, a template or a tokenizer.json made here."""
+    model = cfg.model
+    own = model.tokenizer_path is None and model.chat_template is None and cfg.data.chat_template == "tokenizer"
+    return not (own and (Path(model.path) / "tokenizer.json").is_file())
 
 
 def check_saved(folder: Path, renderer: Renderer, cfg: RunConfig) -> None:

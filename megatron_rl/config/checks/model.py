@@ -9,9 +9,12 @@ from typing import cast
 
 from megatron_rl.config.checks.vocabulary import vocabulary_faults
 from megatron_rl.config.run import RunConfig
-from megatron_rl.errors import Fault
+from megatron_rl.errors import DataError, Fault
+from megatron_rl.messages import short
 from megatron_rl.models.config_json import Changes, inspect_model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tokenizers.files import tokenizer_file
+from megatron_rl.models.tokenizers.templates import given_template, variables_of
 
 
 class ModelShapes:
@@ -71,29 +74,45 @@ def weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
     return [Fault(key, folder, reason, "download them again into this folder" + otherwise)]
 
 
-def tokenizer(cfg: RunConfig) -> list[Fault]:
-    """The tokenizer's folder has a tokenizer.json."""
+def tokenizer(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
+    """The folder has a tokenizer that can be read, and its tokens are tokens of the model."""
     own = cfg.model.tokenizer_path
     key, folder = ("model.path", cfg.model.path) if own is None else ("model.tokenizer_path", own)
     if not folder or not Path(folder).is_dir():
         # Without a path of its own, files.model has said so already.
-        missing = Fault(key, folder, "there is no such folder", "give the folder that holds tokenizer.json")
+        missing = Fault(key, folder, "there is no such folder", "give the folder that holds the tokenizer")
         return [] if own is None else [missing]
-    if (Path(folder) / "tokenizer.json").is_file():
-        return []
-    cure = "give model.tokenizer_path, a folder with tokenizer.json" if own is None else "give a folder that has it"
-    if any((Path(folder) / name).is_file() for name in ("tokenizer.model", "vocab.json")):
-        cure += "; transformers writes one from older files (AutoTokenizer.from_pretrained, then save_pretrained)"
-    return [Fault(key, folder, "the folder has no tokenizer.json", cure)]
+    shape = models.actor(cfg)
+    try:
+        if tokenizer_file(Path(folder)).kind == "vocabulary":
+            reason = "the folder has no tokenizer.json, only lists of tokens (vocab.json or vocab.txt)"
+            cure = "write one with transformers (AutoTokenizer.from_pretrained, then save_pretrained)"
+            return [Fault(key, folder, reason, cure)]
+        return vocabulary_faults(key, folder, cfg.model.path, None if shape is None else shape.vocab_size)
+    except DataError as error:
+        return [_fault(key, folder, error)]
 
 
-def vocabulary(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
-    """The tokenizer's tokens are tokens of the model."""
-    shape, own = models.actor(cfg), cfg.model.tokenizer_path
-    if shape is None:
+def chat_template(cfg: RunConfig) -> list[Fault]:
+    """model.chat_template is a template, and used. A name is looked up where the tokenizer is loaded."""
+    given = cfg.model.chat_template
+    if given is None:
         return []
-    key = "model.path" if own is None else "model.tokenizer_path"
-    return vocabulary_faults(key, own or cfg.model.path, cfg.model.path, shape.vocab_size)
+    if cfg.data.chat_template == "plain":
+        reason = "would be without effect: data.chat_template=plain writes contents alone"
+        return [Fault("model.chat_template", short(given), reason, "leave one of the two out")]
+    try:
+        text = given_template(given)
+        if text is not None:
+            variables_of(text)
+    except DataError as error:
+        return [_fault("model.chat_template", short(given), error)]
+    return []
+
+
+def _fault(key: str, value: str, error: DataError) -> Fault:
+    reason, _, cure = str(error).rpartition(" -- ")
+    return Fault(key, value, reason, cure)
 
 
 def unused_reference(cfg: RunConfig) -> list[Fault]:

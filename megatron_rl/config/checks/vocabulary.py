@@ -10,6 +10,14 @@ from typing import cast
 
 from megatron_rl.errors import Fault
 from megatron_rl.models.end_tokens import FILES, end_ids
+from megatron_rl.models.tokenizers.files import (
+    TokenizerFile,
+    json_object,
+    read_source,
+    tokenizer_file,
+    tokens_of,
+)
+from megatron_rl.models.tokenizers.sentencepiece import SentencePiece
 
 
 @dataclass(frozen=True)
@@ -42,21 +50,31 @@ def _ids(table: object) -> dict[str, int]:
     return {}
 
 
-def read_vocabulary(folder: str) -> Vocabulary:
-    """Tokens that tokenizer.json names (of a slow tokenizer: vocab.json), and those that are added to them."""
-    path = Path(folder)
-    fast, settings = _json(path / "tokenizer.json"), _json(path / "tokenizer_config.json")
-    model = fast.get("model")
-    ordinary = _ids(cast("dict[str, object]", model).get("vocab")) if isinstance(model, dict) else {}
-    if not fast:
-        ordinary = _ids(_json(path / "vocab.json"))
-    added = _ids(_json(path / "added_tokens.json"))
-    listed: object = fast.get("added_tokens")
+def _tokens(file: TokenizerFile) -> tuple[dict[str, int], dict[str, int]]:
+    """(ordinary, added) of the tokenizer's file alone."""
+    if file.kind == "vocabulary":
+        return _ids(_json(file.path)), {}
+    if file.kind != "json":
+        source = read_source(file)
+        return tokens_of(source), {} if isinstance(source, SentencePiece) else dict(source.special)
+    content = json_object(file.path)
+    model, listed = content.get("model"), content.get("added_tokens")
+    added: dict[str, int] = {}
     for token in cast("list[object]", listed) if isinstance(listed, list) else []:
         if isinstance(token, dict):
             entry = cast("dict[str, object]", token)
             added |= _ids({entry.get("content"): entry.get("id")})
-    decoder: object = settings.get("added_tokens_decoder")
+    return _ids(cast("dict[str, object]", model).get("vocab")) if isinstance(model, dict) else {}, added
+
+
+def read_vocabulary(folder: str) -> Vocabulary:
+    """Tokens that the tokenizer's file names, and those that are added to them. Raises DataError if there is none, or
+    it cannot be read.
+    """
+    path = Path(folder)
+    ordinary, of_file = _tokens(tokenizer_file(path))
+    added = _ids(_json(path / "added_tokens.json")) | of_file
+    decoder: object = _json(path / "tokenizer_config.json").get("added_tokens_decoder")
     for number, token in cast("dict[str, object]", decoder).items() if isinstance(decoder, dict) else ():
         if isinstance(token, dict) and str(number).isdigit():
             added |= {str(cast("dict[str, object]", token).get("content")): int(number)}
@@ -69,7 +87,7 @@ def _end_ids(tokenizer: str, model: str, vocabulary: Vocabulary) -> Iterator[tup
     settings = Path(tokenizer) / "tokenizer_config.json"
     token: object = _json(settings).get("eos_token")
     token = cast("dict[str, object]", token).get("content") if isinstance(token, dict) else token
-    number = {**vocabulary.ordinary, **vocabulary.added}.get(str(token))
+    number = {**vocabulary.ordinary, **vocabulary.added}.get(token) if isinstance(token, str) else None
     if number is not None:
         yield f"{settings}: eos_token", number
     for path in (Path(model) / name for name in reversed(FILES)):
@@ -81,13 +99,16 @@ def _end_ids(tokenizer: str, model: str, vocabulary: Vocabulary) -> Iterator[tup
         yield from ((f"{path}: eos_token_id", one) for one in named if isinstance(one, int))
 
 
-def vocabulary_faults(key: str, tokenizer: str, model: str, vocab_size: int) -> list[Fault]:
-    """Faults of a tokenizer's folder beside a model's of vocab_size tokens; key: what named the tokenizer's.
+def vocabulary_faults(key: str, tokenizer: str, model: str, vocab_size: int | None) -> list[Fault]:
+    """Faults of a tokenizer's folder beside a model's of vocab_size tokens (None if not known); key: what named the
+    tokenizer's. Raises DataError as read_vocabulary does.
 
-    Added tokens beyond the model's are no fault by themselves: many tokenizers have some that no text uses. A text that
-    does is refused where it is rendered.
+    Added tokens beyond the model's are no fault by themselves: many tokenizers have some that no text uses (Gemma 3's
+    one for images). A text that does is refused where it is rendered.
     """
     vocabulary = read_vocabulary(tokenizer)
+    if vocab_size is None:
+        return []
     beyond = [(number, token) for token, number in vocabulary.ordinary.items() if number >= vocab_size]
     faults: list[Fault] = []
     if beyond:

@@ -15,7 +15,10 @@ class ModelConfig:
     path: UserPath
     """Folder of the model in Hugging Face format: config.json and, with init=pretrained, safetensors."""
     tokenizer_path: UserPath | None = None
-    """Folder with tokenizer.json; model.path if unset."""
+    """Folder with the tokenizer (tokenizer.json, tokenizer.model, *.tiktoken or tekken.json); model.path if unset."""
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's: the path of a .jinja or .json file, the text, or the name of one of
+    the tokenizer's templates. It is written into every saved model."""
     eos_token: str | None = None
     """Token that ends a response, in place of the tokenizer's end token (a base model's chat template may end its turns
     with another); the saved model's tokenizer and configs name it too."""

@@ -42,6 +42,7 @@ RENAMED: dict[str, str] = {
     "data.seed": "trainer.seed",
     MODEL + "path": "model.path",
     MODEL + "tokenizer_path": "model.tokenizer_path",
+    MODEL + "custom_chat_template": "model.chat_template",
     ACTOR + "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     ACTOR + "ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
     ACTOR + "ppo_max_token_len_per_gpu": "actor.max_tokens_per_gpu",

@@ -273,10 +273,13 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
     folder = Path(make_model(tmp_path / "mute"))
     (folder / "tokenizer.json").unlink()
     fault = only_fault(tmp_path, f"model.path={folder}")
-    assert fault.key == "model.path" and "no tokenizer.json" in fault.reason and "model.tokenizer_path" in fault.cure
+    assert fault.key == "model.path" and "has no tokenizer" in fault.reason and "tokenizer.model" in fault.cure
     load(tmp_path, f"model.path={folder}", f"model.tokenizer_path={tmp_path / 'model'}")
     assert only_fault(tmp_path, "model.tokenizer_path=absent").reason.startswith("there is no such folder")
     (folder / "tokenizer.model").write_bytes(b"")
+    assert "tokenizer.model: is empty" in only_fault(tmp_path, f"model.tokenizer_path={folder}").reason
+    (folder / "tokenizer.model").unlink()
+    (folder / "vocab.json").write_text("{}")
     assert "save_pretrained" in only_fault(tmp_path, f"model.tokenizer_path={folder}").cure
 
 

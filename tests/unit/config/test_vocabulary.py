@@ -54,12 +54,11 @@ def test_a_tokenizer_of_more_tokens_than_the_model(
 
 WORD_LEVEL = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<e>"}]}
 FITTING: list[tuple[str, dict[str, Any]]] = [
+    ("no end token", {"tokenizer.json": {"model": {"vocab": {"a": 0}}}, "added_tokens.json": {"None": 9}}),
     ("smaller", {"tokenizer.json": {"model": {"vocab": {"a": 0}}}}),
     ("equal", {"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}}}),
     ("an added token that no text uses", {"tokenizer.json": WORD_LEVEL}),
     ("the same in the older file", {"tokenizer.json": {"model": {"vocab": {"a": 0}}}, "added_tokens.json": {"<p>": 9}}),
-    ("broken, which loading says", {"tokenizer.json": []}),
-    ("no file at all", {}),
     ("odd pieces", {"tokenizer.json": {"model": {"vocab": [1, [], ["a", 0.0]]}}}),
 ]
 
