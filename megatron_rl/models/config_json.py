@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models.changes import OVERRIDE, change_faults, laid_over
 from megatron_rl.models.families import FAMILIES, TRAINED
-from megatron_rl.models.fields import Fields, rope_entries, unsupported
+from megatron_rl.models.fields import Fields, rope_entries, rotary_factor, unsupported
 from megatron_rl.models.refused import REFUSED
 from megatron_rl.models.rope import Rope, is_finite_above_zero, read_rope
 from megatron_rl.models.rules import Family
@@ -62,8 +62,7 @@ def inspect_critic(
     fields, faults = read_config(folder, key)
     if fields is None:
         return None, "causal", faults
-    names: object = fields.get("architectures")
-    name = str(cast("list[object]", names)[0]) if isinstance(names, list) and names else ""
+    name = _architecture(fields)
     kind: HeadKind = "causal"
     for ending, of_ending in _CLASSIFIERS.items():
         if name.endswith(ending):
@@ -135,13 +134,18 @@ def read_config(folder: str, key: str = "model.path") -> tuple[dict[str, Any] | 
     return cast("dict[str, Any]", fields), []
 
 
+def _architecture(fields: Mapping[str, Any]) -> str:
+    """The first one named; "" if none is."""
+    names: object = fields.get("architectures")
+    return str(cast("list[object]", names)[0]) if isinstance(names, list) and names else ""
+
+
 def _family(fields: Mapping[str, Any], where: str) -> tuple[Family | None, list[Fault]]:
     names: object = fields.get("architectures")
     family = next((family for name, family in FAMILIES.items() if names == [name]), None)
     if family is None or family.planned_only:
         reason = "this architecture is not supported" if names else "does not say which architecture the model has"
-        name = str(cast("list[object]", names)[0]) if isinstance(names, list) and names else ""
-        why = REFUSED.get(name, "") if family is None else family.planned_only
+        why = REFUSED.get(_architecture(fields), "") if family is None else family.planned_only
         reason += f": {why}" if why else ""
         supported = ", ".join(TRAINED)
         cure = f'use a model with one of the supported: {supported} (written "architectures": ["LlamaForCausalLM"])'
@@ -214,7 +218,7 @@ def _rope_theta(spec: Fields, fields: Mapping[str, Any]) -> Any:
 
 
 def _rope(spec: Fields, fields: Mapping[str, Any]) -> Rope:
-    rope = read_rope(spec.ropes, next(iter(rope_entries(fields).values())), fields)
+    rope = read_rope(spec.ropes, next(iter(rope_entries(fields).values())), fields, spec.rotary_factor is not None)
     assert isinstance(rope, Rope), "fields.unsupported has refused the entry"
     return rope
 
@@ -248,6 +252,7 @@ def _shape(family: Family, fields: Mapping[str, Any]) -> ModelShape:
         num_experts_per_tok=fields["num_experts_per_tok"] if spec.experts else 0,
         norm_topk_prob=normed and spec.experts,
         rope=_rope(spec, fields),
+        rotary_factor=rotary_factor(spec, fields),
         windows=_windows(spec, fields),
     )
 

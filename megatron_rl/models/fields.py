@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from megatron_rl.errors import Fault
 from megatron_rl.models.changes import ROPE_ENTRIES
-from megatron_rl.models.rope import Rope, read_rope
+from megatron_rl.models.rope import Rope, is_share, read_rope
 from megatron_rl.models.windows import OddEntry, Windows, no_windows
 
 Computed = Callable[[Any], bool]
@@ -55,6 +55,8 @@ class Fields:
     """RMSNorm's epsilon where the file gives none"""
     ropes: tuple[type[Rope], ...] = (Rope,)
     """Kinds of RoPE that the family computes"""
+    rotary_factor: float | None = None
+    """Share of a head that RoPE turns where the file gives none; None: the whole head in any case"""
     values: Mapping[str, tuple[Computed, str]] = field(default_factory=dict[str, tuple[Computed, str]])
     """Further entries of this family: the values that it computes, and why others are refused"""
     notes: frozenset[str] = frozenset()
@@ -173,6 +175,8 @@ def _values_of(family: Fields, compute: Compute) -> dict[str, tuple[Computed, st
         "qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
         "use_qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
     }
+    if family.rotary_factor is not None:
+        values["partial_rotary_factor"] = (is_share, "must be above 0 and at most 1")
     if not family.experts:
         reason = f"an MLP of experts is not part of {family.model_type}"
         values |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_off, reason))
@@ -201,7 +205,7 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
             help_ = "if it is a note that changes nothing, remove it from config.json; if not, use another model"
             faults.append(Fault(f"{where}: {entry}", value, reason, help_))
     for entry, rope in rope_entries(content).items():
-        reason = read_rope(family.ropes, rope, content)
+        reason = read_rope(family.ropes, rope, content, family.rotary_factor is not None)
         if isinstance(reason, str):
             faults.append(Fault(f"{where}: {entry}", rope, reason, cure))
     layers: object = content.get("num_hidden_layers")
@@ -220,6 +224,14 @@ def rope_entries(content: Mapping[str, Any]) -> dict[str, object]:
     """
     given = {name: content[name] for name in ROPE_ENTRIES if content.get(name) not in (None, {})}
     return given or {ROPE_ENTRIES[1]: None}
+
+
+def rotary_factor(family: Fields, content: Mapping[str, Any]) -> float:
+    """ModelShape.rotary_factor: of the entry that describes RoPE, of the top of the file, or the family's."""
+    rope = next(iter(rope_entries(content).values()))
+    shares: list[Any] = [cast("dict[str, Any]", rope).get("partial_rotary_factor")] if isinstance(rope, dict) else []
+    shares += [content.get("partial_rotary_factor"), family.rotary_factor, 1.0]
+    return float(next(share for share in shares if share is not None))
 
 
 def _odd_switches(content: Mapping[str, Any], where: str) -> list[Fault]:

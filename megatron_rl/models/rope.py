@@ -162,11 +162,13 @@ KINDS: tuple[type[Rope], ...] = (Rope, Linear, Dynamic, Llama3, Yarn)
 """Kinds that transformers and vLLM compute in every family that has RoPE over whole heads, one kind for all layers."""
 
 
-def read_rope(kinds: Sequence[type[Rope]], entry: object, model: Mapping[str, Any] | None = None) -> Rope | str:
+def read_rope(
+    kinds: Sequence[type[Rope]], entry: object, model: Mapping[str, Any] | None = None, partial: bool = False
+) -> Rope | str:
     """The kind that an entry rope_scaling or rope_parameters of config.json describes, or why it cannot be computed.
 
     kinds: those of the model's family. No entry at all is plain RoPE. model: all of config.json, which may have
-    original_max_position_embeddings at its top.
+    original_max_position_embeddings at its top. partial: the family may turn a part of a head.
     """
     if entry is None:
         return Rope() if Rope in kinds else f"does not say which of {_names(kinds)} the model has"
@@ -179,7 +181,8 @@ def read_rope(kinds: Sequence[type[Rope]], entry: object, model: Mapping[str, An
     kind = next((one for one in kinds if one.rope_type == name), None)
     if kind is None:
         return f"RoPE of type {name!r} is not supported, only {_names(kinds)}"
-    if not _is_one(rope.get("partial_rotary_factor")):
+    share = rope.get("partial_rotary_factor")
+    if not (_is_one(share) or (partial and is_share(share))):
         return "RoPE over a part of the head is not supported"
     if any(field.name == _PRETRAINED for field in fields(kind)):
         positions = _pretrained(rope, model or {})
@@ -245,6 +248,11 @@ def _fits(field: Field[Any], value: object) -> bool:
         return isinstance(value, bool)
     empty = value is None or (not isinstance(value, bool) and value == 0)
     return is_finite_above_zero(value) or (field.default is None and empty)
+
+
+def is_share(value: object) -> bool:
+    """A number above 0, and at most 1."""
+    return is_finite_above_zero(value) and cast("float", value) <= 1
 
 
 def is_finite_above_zero(value: object) -> bool:

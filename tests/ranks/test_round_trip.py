@@ -21,6 +21,35 @@ def _export(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: s
     return {name: tensor.clone() for name, tensor in convert.export_hf(policy)}
 
 
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+WIDE: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "pp2": (2, {"pp": 2}),
+    "pp3-uneven": (3, {"pp": 3, "num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}),
+    "pp4-vpp2": (4, {"pp": 4, "vpp": 2}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WIDE)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_w1_dense_families_come_back_from_every_layout(tmp_path: Path, family: str, layout: str) -> None:
+    """Tied and untied, in both precisions; a vocabulary that TP pads."""
+    world, axes = WIDE[layout]
+    for tied in (False, True):
+        sizes = SMALL | {"num_key_value_heads": 4}
+        folder = save_tiny(tmp_path / str(tied), family, tied=tied, vocab=125, layers=8, **sizes)
+        stored = load_file(f"{folder}/model.safetensors")
+        for dtype in ("float32", "bfloat16"):
+            wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.items()}
+            for exported in run_ranks(world, _export, folder, axes, dtype):
+                assert exported.keys() == wanted.keys()
+                assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.items())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "layers", "world", "layout"),
@@ -34,7 +63,7 @@ def _export(rank: int, world: int, folder: str, layout: dict[str, Any], dtype: s
 def test_w1_every_tensor_comes_back_on_every_rank(
     tmp_path: Path, family: str, layers: int, world: int, layout: dict[str, Any], dtype: str
 ) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} if family != "qwen3_moe" else {}
+    sizes = SMALL if family != "qwen3_moe" else {}
     folder = save_tiny(tmp_path / "model", family, tied=False, layers=layers, **sizes)
     wanted = {
         name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(f"{folder}/model.safetensors").items()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.mcore.packing import rotary
-from megatron_rl.models.fields import rope_entries
+from megatron_rl.models.fields import Compute, Fields, rope_entries, rotary_factor, unsupported
+from megatron_rl.models.known import known
 from megatron_rl.models.rope import KINDS, Dynamic, Linear, Llama3, Rope, Yarn, read_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -66,6 +68,19 @@ def test_an_entry_is_one_kind_or_refused(entry: object, model: dict[str, Any], e
         assert kind == expected
     else:
         assert isinstance(kind, str) and expected in kind, kind
+
+
+def test_a_family_may_turn_a_part_of_the_head() -> None:
+    shape = known("LlamaForCausalLM", 64, 1, 2, 1, 64, 64)
+    half = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    assert read_rope((Rope,), half, {}, partial=True) == Rope()
+    assert read_rope((Rope,), half | {"partial_rotary_factor": 1.5}, {}, partial=True) != Rope()
+    spec = Fields("x", rotary_factor=0.25)
+    for content, dim in (({"rope_parameters": half}, 16), ({"partial_rotary_factor": 0.75}, 24), ({}, 8)):
+        assert not unsupported("X", spec, Compute(), content, "x")
+        assert replace(shape, rotary_factor=rotary_factor(spec, content)).rotary_dim == dim
+    assert unsupported("X", Fields("x"), Compute(), {"partial_rotary_factor": 0.75}, "x")
+    assert unsupported("X", spec, Compute(), {"partial_rotary_factor": 0}, "x")
 
 
 def test_a_family_without_plain_rope_wants_an_entry() -> None:
