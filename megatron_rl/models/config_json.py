@@ -49,6 +49,11 @@ def inspect_model(
     return (None, faults) if fields is None else _inspect(fields, str(Path(folder) / "config.json"), changes)
 
 
+def inspect_fields(fields: dict[str, Any], where: str) -> tuple[ModelShape | None, list[Fault]]:
+    """As inspect_model, of the contents of a config.json. where: what stands for its name in messages."""
+    return _inspect(fields, where, None)
+
+
 HeadKind = Literal["causal", "sequence", "token"]
 _CLASSIFIERS: dict[str, HeadKind] = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
 

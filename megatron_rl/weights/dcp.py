@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -92,9 +93,9 @@ def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[WrittenChunk
         return written, file.finish()
 
 
-def metadata_of(tensors: WholeTensors, written: Sequence[WrittenChunk]) -> bytes:
-    """What METADATA has to say of a folder: it makes the files of the ranks a checkpoint. written: by all ranks. Raises
-    CheckpointError if the rectangles are not the tensors.
+def metadata_of(tensors: WholeTensors, written: Sequence[WrittenChunk], objects: Sequence[WrittenChunk] = ()) -> bytes:
+    """What METADATA has to say of a folder: it makes the files of the ranks a checkpoint. written: by all ranks.
+    objects: what is no tensor. Raises CheckpointError if the rectangles are not the tensors.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     for chunk in written:
@@ -107,15 +108,18 @@ def metadata_of(tensors: WholeTensors, written: Sequence[WrittenChunk]) -> bytes
     ]
     if faults:
         raise CheckpointError("the ranks have not written each number once: " + first_of(faults, 20, "; "))
+    places = {MetadataIndex(chunk.name, chunk.offsets): _StorageInfo(chunk.file, *chunk.place) for chunk in written}
+    places |= {MetadataIndex(one.name): _StorageInfo(one.file, *one.place) for one in objects}
     metadata = Metadata(
         {
-            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks[name])
-            for name, (shape, dtype) in tensors.items()
+            **{
+                name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks[name])
+                for name, (shape, dtype) in tensors.items()
+            },
+            **{one.name: BytesStorageMetadata() for one in objects},
         },
-        planner_data={name: (name,) for name in tensors},
-        storage_data={
-            MetadataIndex(chunk.name, chunk.offsets): _StorageInfo(chunk.file, *chunk.place) for chunk in written
-        },
+        planner_data={name: (name,) for name in (*tensors, *(one.name for one in objects))},
+        storage_data=places,
     )
     return pickle.dumps(metadata)
 
@@ -137,6 +141,12 @@ class SavedTensors:
         """Name -> shape of each tensor."""
         tensors = self._metadata.state_dict_metadata
         return {name: tuple(t.size) for name, t in tensors.items() if isinstance(t, TensorStorageMetadata)}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Name -> precision of each tensor."""
+        tensors = self._metadata.state_dict_metadata
+        return {name: t.properties.dtype for name, t in tensors.items() if isinstance(t, TensorStorageMetadata)}
 
     def read(self, chunks: Sequence[Chunk]) -> None:
         """Fill the memory of `chunks`, reading only stored rectangles that they share numbers with, each once.

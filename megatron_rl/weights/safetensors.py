@@ -25,6 +25,8 @@ from megatron_rl.weights.headers import derived_fault, dtype_fault, is_derived
 
 INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 20
+_PRECISIONS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' name -> torch's type, of what can be loaded"""
 
 
 class WeightSource(Protocol):
@@ -124,6 +126,10 @@ class SafetensorsSource:
 
     def _whole(self, name: str) -> torch.Tensor:
         return self._handle(name).get_tensor(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The precision that a tensor is stored in."""
+        return _PRECISIONS[self._handle(name).get_slice(name).get_dtype()]
 
     def read(self, block: Block) -> torch.Tensor:
         """See WeightSource."""

@@ -1,0 +1,143 @@
+"""Models of Megatron's side: run checkpoints of `megatron-rl train`, torch_dist checkpoints, mp_rank folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from megatron_rl.convert.classic import ClassicSource, rank_folders
+from megatron_rl.convert.source import Conversion, ModelSource
+from megatron_rl.convert.torch_dist import COMPANIONS, TorchDistSource, checkpoint_folder
+from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.messages import first_of
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.changes import laid_over
+from megatron_rl.models.config_json import inspect_fields, inspect_model
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.weights.companions import copy_companions
+from megatron_rl.weights.dcp import METADATA, Chunk, SavedTensors, tensor_differences
+from megatron_rl.weights.dtypes import DTYPES
+
+_WEIGHTS = "param"
+_STATE, _ACTOR = "state.json", "actor"
+
+
+class RunSource:
+    """The float32 masters of a model in a checkpoint of `megatron-rl train`, in Hugging Face's names and shapes."""
+
+    def __init__(self, folder: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+        self._saved = SavedTensors(folder)
+        of = {name: shape for name, shape in self._saved.shapes.items() if name.startswith(f"{_WEIGHTS}/")}
+        wanted = {f"{_WEIGHTS}/{name}": (shape, torch.float32) for name, shape in expected.items()}
+        differences = tensor_differences(of, wanted, _WEIGHTS)
+        if differences:
+            raise CheckpointError(f"{folder}: is of another model than config.json: {first_of(differences, 20, '; ')}")
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """See WeightSource; __init__ has looked."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See ModelSource."""
+        return torch.float32
+
+    def read(self, block: Block) -> torch.Tensor:
+        """See WeightSource."""
+        cols = () if block.cols is None else (block.cols[1] - block.cols[0],)
+        values = torch.empty((block.num_rows, *cols))
+        offsets = (block.rows[0],) if block.cols is None else (block.rows[0], block.cols[0])
+        self._saved.read([Chunk(f"{_WEIGHTS}/{block.hf_name}", offsets, values)])
+        return values
+
+    def place(self, name: str) -> str:
+        """See WeightSource."""
+        return str(self._saved.folder)
+
+
+def from_megatron(path: Path, hf: Path | None) -> Conversion:
+    """The model of a folder of any of the three kinds. hf: the Hugging Face folder that the model is of: its config and
+    tokenizer; not needed where the checkpoint has them, or names them.
+
+    Raises CheckpointError with every fault.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    if (path / _STATE).is_file() and (path / _ACTOR / METADATA).is_file():
+        return _of_run(path, hf)
+    ranks = rank_folders(path)
+    folder = checkpoint_folder(path)
+    if folder is None and not ranks:
+        raise CheckpointError(
+            f"{path}: is no checkpoint of megatron-rl train (state.json, {_ACTOR}/), no torch_dist checkpoint "
+            f"({METADATA}, or latest_checkpointed_iteration.txt beside it) and has no mp_rank_* folders"
+        )
+    hf = hf or path / COMPANIONS
+    if not hf.is_dir():
+        raise CheckpointError(
+            f"{path}: has no folder {COMPANIONS} with config.json and tokenizer -- name the model's Hugging Face "
+            "folder (--hf DIR)"
+        )
+    shape = _shape(hf)
+    if folder is not None:
+        weights: ModelSource = TorchDistSource(folder, shape)
+        files = [folder / METADATA, *sorted(folder.glob("*.distcp"))]
+        return _conversion(f"torch_dist checkpoint {folder}", weights, shape, hf, files, None)
+    source = ClassicSource(ranks, shape)
+    return _conversion(f"Megatron checkpoint {path}", source, shape, hf, list(ranks.values()), None)
+
+
+def _of_run(path: Path, hf: Path | None) -> Conversion:
+    state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    model = cast("dict[str, Any]", state.get("config", {}).get("model", {}))
+    folder = hf or Path(str(model.get("path", "")))
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{path}: the run's model.path {str(folder)!r} is not there -- name the folder with its config and "
+            "tokenizer (--hf DIR)"
+        )
+    config = laid_over(_config(folder), model.get("override_config") or {})
+    shape, faults = inspect_fields(config, str(folder / "config.json"))
+    if shape is None:
+        raise CheckpointError(str(ConfigError(faults)))
+    weights = RunSource(path / _ACTOR, hf_shapes(shape, FAMILIES[shape.architecture]))
+    files = [path / _STATE, *sorted((path / _ACTOR).iterdir())]
+    dtype = DTYPES.get(str(model.get("dtype")))
+    made = _conversion(f"run checkpoint {path}", weights, shape, folder, files, dtype)
+    changed = [name for name, value in (("model.eos_token", model.get("eos_token")),) if value is not None]
+    template = state.get("config", {}).get("data", {}).get("chat_template")
+    changed += ["data.chat_template"] if template not in (None, "tokenizer") else []
+    notes = (f"the run's {', '.join(changed)}: not in the output; megatron-rl export writes them",) if changed else ()
+    return replace(made, config=config, notes=notes)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def _shape(hf: Path) -> ModelShape:
+    shape, faults = inspect_model(str(hf), "the Hugging Face folder")
+    if shape is None:
+        raise CheckpointError(str(ConfigError(faults)))
+    return shape
+
+
+def _conversion(
+    what: str, weights: ModelSource, shape: ModelShape, hf: Path, files: list[Path], dtype: torch.dtype | None
+) -> Conversion:
+    shapes = hf_shapes(shape, FAMILIES[shape.architecture])
+    return Conversion(
+        what,
+        weights,
+        shape,
+        shapes,
+        _config(hf),
+        lambda out: copy_companions(out, hf, hf, None),
+        [hf / "config.json", *files],
+        dtype=dtype,
+    )

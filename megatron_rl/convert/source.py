@@ -1,0 +1,88 @@
+"""What is converted: a model in Hugging Face's names and shapes, whatever its files are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.weights.companions import copy_companions
+from megatron_rl.weights.safetensors import SafetensorsSource, WeightSource
+
+
+class ModelSource(WeightSource, Protocol):
+    """A source of weights that knows their precision before they are read."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The precision that `read` gives a tensor's numbers in."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A model to convert, checked: its weights are those that its config says."""
+
+    what: str
+    """Where it comes from, for a reader."""
+    weights: ModelSource
+    shape: ModelShape
+    shapes: Mapping[str, tuple[int, ...]]
+    """Tensor -> its shape, in the order in which they are written."""
+    config: Mapping[str, Any]
+    """The config.json that belongs to the output."""
+    companions: Callable[[Path], None]
+    """Writes the model's other files (tokenizer, generation config) into a folder."""
+    files: Sequence[Path]
+    """What is read, by which a broken-off conversion knows whether it is of the same model."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know of the output."""
+    dtype: torch.dtype | None = None
+    """The precision of the output if none is asked for; that of each tensor if this is None too."""
+
+
+def from_hf(folder: Path) -> Conversion:
+    """A Hugging Face folder. Raises CheckpointError with every fault of its config and its weights."""
+    shape, faults = inspect_model(str(folder), "the source")
+    problems = [str(ConfigError(faults))] if faults else []
+    weights: SafetensorsSource | None = None
+    try:
+        weights = SafetensorsSource(folder)
+        if shape is not None:
+            weights.check(hf_shapes(shape, FAMILIES[shape.architecture]))
+    except CheckpointError as error:
+        problems.append(str(error))
+    if problems or shape is None or weights is None:
+        raise CheckpointError("\n".join(problems))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    files = sorted({Path(weights.place(name)) for name in hf_shapes(shape, FAMILIES[shape.architecture])})
+    return Conversion(
+        f"Hugging Face folder {folder}",
+        weights,
+        shape,
+        hf_shapes(shape, FAMILIES[shape.architecture]),
+        config,
+        lambda out: copy_companions(out, folder, folder, None),
+        [folder / "config.json", *files],
+    )
+
+
+def whole(shape: tuple[int, ...], name: str) -> Block:
+    """All of a tensor."""
+    return Block(name, (0, shape[0]), (0, shape[1]) if len(shape) == 2 else None)
+
+
+def row_pieces(shape: tuple[int, ...], name: str, max_rows: int) -> list[Block]:
+    """A tensor in blocks of at most max_rows rows."""
+    cols = (0, shape[1]) if len(shape) == 2 else None
+    step = max(1, max_rows)
+    return [Block(name, (at, min(at + step, shape[0])), cols) for at in range(0, shape[0], step)]
