@@ -15,7 +15,7 @@ from megatron_rl.config.checks.checkpoint import CHECKPOINT, CHECKPOINTS
 from megatron_rl.config.checks.folders import nearest_folder, run_folder
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.config_json import Changes, inspect_model
 from megatron_rl.models.rules import num_parameters
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def folder_faults(cfg: RunConfig, trains: bool = False) -> list[Fault]:
     if faults:
         return faults
     parent = nearest_folder(Path(cfg.trainer.run_dir))
-    size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype)
+    size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype, cfg.model.override_config)
     # The old save stays until the new one is complete.
     need = 2 * size if cfg.trainer.save_freq > 0 else size
     free = shutil.disk_usage(parent).free
@@ -163,18 +163,19 @@ def checkpoints_to_come(cfg: RunConfig) -> int:
 
 def checkpoint_bytes(cfg: RunConfig) -> int:
     """Bytes of one checkpoint: float32 weights and AdamW's two means of each trained model. 0 as for save_bytes."""
-    size = 3 * save_bytes(cfg.model.path, "float32")
+    changes = cfg.model.override_config
+    size = 3 * save_bytes(cfg.model.path, "float32", changes)
     if cfg.critic.enable and not cfg.critic.share_backbone:
-        size += 3 * save_bytes(cfg.critic.path or cfg.model.path, "float32")
+        size += 3 * save_bytes(cfg.critic.path or cfg.model.path, "float32", {} if cfg.critic.path else changes)
     return size
 
 
-def save_bytes(model_dir: str, dtype: str) -> int:
+def save_bytes(model_dir: str, dtype: str, changes: Changes | None = None) -> int:
     """Bytes of the weights as safetensors, by the folder's config.json.
 
     0 if that cannot be read: what is wrong with a model folder is said by the checks of the config.
     """
-    shape, _ = inspect_model(model_dir)
+    shape, _ = inspect_model(model_dir, changes=changes)
     return 0 if shape is None else num_parameters(shape, FAMILIES[shape.architecture]) * DTYPE_BYTES[dtype]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.models import TRAINED
 from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.rope import Llama3, Rope, Yarn
 from tests.helpers.odd_configs import PASSING, REFUSED, laid_over
 
 BASE: dict[str, Any] = {
@@ -82,3 +83,57 @@ def test_what_transformers_writes_for_a_family_passes(tmp_path: Path, family: st
 
 def _named(family: str) -> dict[str, Any]:
     return {"architectures": [name for name, found in TRAINED.items() if found.fields.model_type == family]}
+
+
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 8192}
+_LONG = {"max_position_embeddings": 131072}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+_BIASES = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "attention_dropout": 0.0}
+_QWEN = {"use_sliding_window": False, "max_window_layers": 28, "attention_dropout": 0.0, "hidden_act": "silu"}
+PUBLISHED: dict[str, tuple[str, dict[str, Any], Rope, int]] = {
+    "Llama-3.1-8B": (
+        "llama",
+        _LONG | _BIASES | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3 | {"factor": 8.0}},
+        Llama3(8.0, 1.0, 4.0, 8192),
+        0,
+    ),
+    "Llama-3.2-1B": (
+        "llama",
+        _LONG | _BIASES | {"head_dim": 64, "tie_word_embeddings": True, "rope_scaling": _LLAMA3 | {"factor": 32.0}},
+        Llama3(32.0, 1.0, 4.0, 8192),
+        0,
+    ),
+    "SmolLM2-135M-Instruct": (
+        "llama",
+        _BIASES
+        | {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000}
+        | {"transformers.js_config": {"dtype": "q4"}, "max_position_embeddings": 8192},
+        Rope(),
+        0,
+    ),
+    "Qwen2.5-7B-Instruct, 32k": ("qwen2", _QWEN | {"sliding_window": 131072, "rope_theta": 1e6}, Rope(), 0),
+    "Qwen2.5-7B-Instruct, 128k": (
+        "qwen2",
+        _QWEN | _LONG | {"sliding_window": 131072, "rope_theta": 1e6, "rope_scaling": _YARN},
+        Yarn(4.0, 32768),
+        0,
+    ),
+    "Qwen3-8B, 128k": (
+        "qwen3",
+        _QWEN | _LONG | {"sliding_window": None, "rope_theta": 1e6, "rope_scaling": _YARN, "attention_bias": False},
+        Yarn(4.0, 32768),
+        0,
+    ),
+    "Mistral-7B-v0.1": ("mistral", {"sliding_window": 4096, "max_position_embeddings": 32768}, Rope(), 4096),
+    "Mistral-Nemo": ("mistral", _LONG | {"sliding_window": None, "head_dim": 128, "rope_theta": 1e6}, Rope(), 0),
+}
+"""What the files of published models say beside their sizes: (family, entries, RoPE, window of every layer)."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_models_say_is_computed(tmp_path: Path, name: str) -> None:
+    family, entries, rope, window = PUBLISHED[name]
+    shape, faults = inspect_model(write_config(tmp_path, family, entries))
+    assert shape is not None, [str(fault) for fault in faults]
+    assert (shape.rope, shape.windows) == (rope, (window,) * 2 if window else ())
