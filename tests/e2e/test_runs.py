@@ -24,6 +24,10 @@ STEPS = 20
 INLINE = ["cluster.backend=inline"]
 DP2 = ["cluster.n_gpus_per_node=2", "cluster.num_cpus_per_rank=0.5"]
 TP2 = [*DP2, "actor.tp=2"]
+LONGER: dict[str, Any] = {
+    "max_position_embeddings": 128,
+    "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
+}
 OFFLOAD = [f"actor.{what}_offload=true" for what in ("param", "grad", "optimizer")]
 
 
@@ -79,7 +83,7 @@ def test_n2_sft_on_two_ray_workers_equals_one_rank(data: Path, one_rank: list[fl
 def test_grpo_runs_on_two_ray_workers(data: Path, one_rank: list[float], layout: str) -> None:
     """GRPO with vLLM on DP 2 and TP 2, with every optional node of the flow: mini-batches, KL in loss and in reward. On
     DP 2 weights, gradients and optimizer live on the host while responses are generated. On TP 2 one engine spans both
-    ranks, on the actor's memory.
+    ranks, on the actor's memory. Trainer, reference, engine and the saved model have another RoPE than model.path.
     """
     # The 20-step model answers nothing right; this reward differs between its samples, so that there is something to
     # learn.
@@ -91,6 +95,7 @@ def test_grpo_runs_on_two_ray_workers(data: Path, one_rank: list[float], layout:
     options = [
         f"reward.function={reward}:score",
         f"model.path={data.parent / 'sft-one' / 'final'}",
+        f"model.override_config={json.dumps(LONGER)}",
         "trainer.total_training_steps=2",
         "trainer.test_freq=2",
         "actor.optim.lr_warmup_steps=0",
@@ -122,10 +127,20 @@ def test_grpo_runs_on_two_ray_workers(data: Path, one_rank: list[float], layout:
     folder = data.parent / name
     made = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "final", "tensorboard"} <= made
+    _has_entries(folder / "final", LONGER)
     rollout = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
     assert rollout["step"] == 1 and rollout["prompt"].endswith("=")
     resolved = load_config([str(folder / "config.yaml")], [])
     assert resolved.actor.ppo_mini_batch_size == 8
+
+
+def _has_entries(folder: Path, changes: dict[str, Any]) -> None:
+    """The folder's config.json, as transformers reads it, has the changes; and the base that model.path has."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    assert config.max_position_embeddings == changes["max_position_embeddings"]
+    assert config.rope_parameters == changes["rope_scaling"] | {"rope_theta": 10000.0}
 
 
 def _generate_with_vllm(rank: int, world: int, folder: str) -> list[int]:
@@ -157,11 +172,12 @@ def test_export_writes_the_same_weights(data: Path, one_rank: list[float]) -> No
     from megatron_rl.errors import CheckpointError
 
     final = data.parent / "sft-one" / "final"
-    own = [f"model.path={final}", "model.init=pretrained"]
+    own = [f"model.path={final}", "model.init=pretrained", f"model.override_config={json.dumps(LONGER)}"]
     files = [f"data.train_files={data / 'sft_train.parquet'}", f"data.val_files={data / 'sft_val.parquet'}"]
     cfg = load_config([SFT], [*own, *files])
     out = data.parent / "exported"
     verbs.export(cfg, str(out))
+    _has_entries(out, LONGER)
     one, two = (load_file(str(folder / "model.safetensors")) for folder in (final, out))
     assert one.keys() == two.keys() and all(bool((one[name] == two[name]).all()) for name in one)
     with pytest.raises(CheckpointError, match="not empty"):
