@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import DataError, MissingDependency
+from megatron_rl.models.broken import broken_reason
 from megatron_rl.models.tokenizers.byte_bpe import ByteBpe
 from megatron_rl.models.tokenizers.files import (
     TokenizerFile,
-    broken_reason,
     json_object,
     read_source,
     tokenizer_file,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from megatron_rl.errors import ConfigError, Fault
+from megatron_rl.models.broken import broken_reason
 from megatron_rl.models.changes import OVERRIDE, change_faults, laid_over
 from megatron_rl.models.families import FAMILIES, TRAINED
 from megatron_rl.models.fields import Fields, rope_entries, rotary_factor, unsupported
@@ -133,7 +134,8 @@ def read_config(folder: str, key: str = "model.path") -> tuple[dict[str, Any] | 
     try:
         fields: object = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return None, [Fault(key, str(file), f"is not valid JSON: {error}", "repair the file or download it again")]
+        reason = broken_reason(file, f"is not valid JSON: {error}")
+        return None, [Fault(key, str(file), reason, "repair the file or download it again")]
     if not isinstance(fields, dict):
         return None, [Fault(key, str(file), "does not hold a JSON object", "repair the file or download it again")]
     return cast("dict[str, Any]", fields), []

@@ -1,4 +1,4 @@
-"""Tensors in weight files that are not weights, or whose dtype cannot be loaded."""
+"""Tensors in weight files that are not weights, but derived from config.json."""
 
 from __future__ import annotations
 
@@ -7,21 +7,6 @@ from pathlib import Path
 import torch
 
 from megatron_rl.models.config_json import inspect_critic
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
-
-
-def is_derived(name: str) -> bool:
-    """Whether a tensor is a buffer derived from config.json: older writers saved RoPE's frequencies."""
-    return name.endswith(_DERIVED)
-
-
-def dtype_fault(name: str, dtype: str) -> str | None:
-    """Why a tensor of safetensors' `dtype` cannot be loaded; None if it can."""
-    if dtype in _FLOATS:
-        return None
-    return f"{name} is stored as {dtype}, which means nothing without its scales (give the weights in 16 or 32 bits)"
 
 
 def derived_fault(name: str, values: torch.Tensor, folder: Path) -> str | None:

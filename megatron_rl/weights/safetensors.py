@@ -18,12 +18,12 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
+from megatron_rl.models.weight_files import INDEX_NAME, is_derived, misfit, read_weight_files, tensor_faults
 from megatron_rl.observe.beat import beat
 from megatron_rl.weights.companions import copy_companions, open_to_umask, set_chat_template
 from megatron_rl.weights.end_token import name_end_token
-from megatron_rl.weights.headers import derived_fault, dtype_fault, is_derived
+from megatron_rl.weights.headers import derived_fault
 
-INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 20
 _PRECISIONS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' name -> torch's type, of what can be loaded"""
@@ -78,20 +78,14 @@ class SafetensorsSource:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        index, single = self.path / INDEX_NAME, self.path / "model.safetensors"
-        if index.exists():
-            self._file_of = _files_of(index)
-        elif single.exists():
-            self._file_of = dict.fromkeys(opened(single).keys(), single.name)
-        else:
-            raise CheckpointError(f"{self.path}: no model.safetensors and no {INDEX_NAME}; write the weights there")
-        absent = sorted({file for file in self._file_of.values() if not (self.path / file).exists()})
-        if absent:
-            raise CheckpointError(f"{self.path}: {INDEX_NAME} names files that are missing: {', '.join(absent)}")
+        files = read_weight_files(self.path)
+        if files.faults:
+            raise CheckpointError(" | ".join(str(fault) for fault in files.faults))
+        self._tensors = files.tensors
         self._handles: dict[str, _File] = {}
 
     def _handle(self, name: str) -> _File:
-        file = self._file_of[name]
+        file = self._tensors[name].file
         if file not in self._handles:
             self._handles[file] = opened(self.path / file)
         return self._handles[file]
@@ -100,28 +94,19 @@ class SafetensorsSource:
         """See WeightSource. A tied model's lm_head may be present when it equals the embedding, and RoPE's frequencies
         when they are those of config.json; whole numbers and 8-bit floats are refused.
         """
-        held = {name for name in self._file_of if not is_derived(name)}
-        tied = "lm_head.weight" in held and "lm_head.weight" not in expected
-        if tied and torch.equal(self._whole("lm_head.weight"), self._whole("model.embed_tokens.weight")):
-            held.remove("lm_head.weight")
-        faults = [f"missing {name}" for name in expected if name not in held]
-        faults += [f"surplus {name}" for name in sorted(held) if name not in expected]
-        derived = (derived_fault(name, self._whole(name), self.path) for name in self._file_of if is_derived(name))
+        faults = tensor_faults(self._tensors, expected)
+        if "lm_head.weight" in self._tensors and "lm_head.weight" not in expected:
+            tied = "model.embed_tokens.weight" in self._tensors
+            if not tied or not torch.equal(self._whole("lm_head.weight"), self._whole("model.embed_tokens.weight")):
+                faults.append("surplus lm_head.weight")
+        derived = (derived_fault(name, self._whole(name), self.path) for name in self._tensors if is_derived(name))
         faults += [fault for fault in derived if fault]
-        for name in sorted(expected.keys() & held):
-            view = self._handle(name).get_slice(name)
-            odd = dtype_fault(name, view.get_dtype())
-            faults += [odd] if odd else []
-            shape = tuple(view.get_shape())
-            if shape != expected[name]:
-                faults.append(f"{name} is {list(shape)}, config.json says {list(expected[name])}")
         if faults:
-            shown = first_of(faults, _SHOWN, "; ")
-            raise CheckpointError(f"{self.path}: weights do not fit config.json: {shown}")
+            raise CheckpointError(f"{self.path}: {misfit(faults)}")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the folder, whole, by its name; no derived buffers."""
-        for name in sorted(filter(lambda name: not is_derived(name), self._file_of)):
+        for name in sorted(filter(lambda name: not is_derived(name), self._tensors)):
             yield name, self._whole(name)
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -139,15 +124,7 @@ class SafetensorsSource:
 
     def place(self, name: str) -> str:
         """See WeightSource."""
-        return str(self.path / self._file_of.get(name, ""))
-
-
-def _files_of(index: Path) -> dict[str, str]:
-    """Tensor -> file of it, by a folder's index."""
-    try:
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index}: no index of weights ({error!r}); copy it again") from error
+        return str(self.path / (self._tensors[name].file if name in self._tensors else ""))
 
 
 class RandomSource:

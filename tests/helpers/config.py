@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError, Fault
+from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.sizes import KNOWN_SHAPES
 
 QWEN2: dict[str, Any] = {
@@ -39,8 +43,22 @@ def make_model(folder: Path, *, weights: bool = True, **changes: Any) -> str:
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "tokenizer.json").write_text("{}")
     if weights:
-        (folder / "model.safetensors").write_bytes(b"")
+        write_headers(folder)
     return str(folder)
+
+
+def write_headers(folder: Path) -> None:
+    """A model.safetensors of the tensors that config.json names; the numbers are a hole in the file."""
+    shape, _ = inspect_model(str(folder))
+    sizes = {} if shape is None else hf_shapes(shape, FAMILIES[shape.architecture])
+    entries, at = dict[str, Any](), 0
+    for name, size in sizes.items():
+        entries[name] = {"dtype": "BF16", "shape": size, "data_offsets": [at, at + 2 * math.prod(size)]}
+        at += 2 * math.prod(size)
+    header = json.dumps(entries).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + at)
 
 
 def make_published_model(folder: Path, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.config.checks.model import ModelShapes, weight_files
+from megatron_rl.config.checks.model import ModelShapes, weight_faults
 from megatron_rl.config.checks.words import divisors, listed
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import Fault
@@ -151,4 +151,4 @@ def critic_files(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     if bool(shape.num_experts) != bool(actors and actors.num_experts) or shape.num_experts % actor.ep:
         reason = f"it has {shape.num_experts} experts a layer, which the actor's layout is not made for"
         faults.append(Fault("critic.path", path, reason, "use a critic of the actor's kind"))
-    return [*faults, *weight_files(str(Path(path)), "critic.path", "")]
+    return [*faults, *weight_faults(str(Path(path)), "critic.path", None)]

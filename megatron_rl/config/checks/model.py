@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import cast
 
 from megatron_rl.config.checks.vocabulary import vocabulary_faults
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import DataError, Fault
 from megatron_rl.messages import short
 from megatron_rl.models.config_json import Changes, inspect_model
+from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tokenizers.files import tokenizer_file
 from megatron_rl.models.tokenizers.templates import given_template, variables_of
+from megatron_rl.models.weight_files import misfit, read_weight_files, tensor_faults
 
 
 class ModelShapes:
@@ -40,38 +41,23 @@ def model(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     return models.inspect(cfg.model.path, "model.path", cfg.model.override_config)[1]
 
 
-def weights(cfg: RunConfig) -> list[Fault]:
-    """Pretrained weights are all there."""
+def weights(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
+    """Pretrained weights are all there, by the headers of their files."""
     if cfg.model.init != "pretrained" or not (Path(cfg.model.path) / "config.json").is_file():
         return []
-    return weight_files(cfg.model.path, "model.path", ", or set model.init=random to start from random weights")
+    otherwise = ", or set model.init=random to start from random weights"
+    return weight_faults(cfg.model.path, "model.path", models.actor(cfg), otherwise)
 
 
-def weight_files(folder: str, key: str, otherwise: str) -> list[Fault]:
-    """Faults of a folder whose safetensors are missing, or incomplete by their own index."""
-    index, single = Path(folder) / "model.safetensors.index.json", Path(folder) / "model.safetensors"
-    if not index.is_file():
-        if single.is_file():
-            return []
-        reason = "the folder has neither model.safetensors nor model.safetensors.index.json"
-        cure = "put the weights there" + otherwise
-        if list(Path(folder).glob("pytorch_model*.bin")):
-            reason += ", only PyTorch .bin files"
-            cure = "convert them: load with transformers and save_pretrained, which writes safetensors" + otherwise
-        return [Fault(key, folder, reason, cure)]
-    try:
-        content: object = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return [Fault(key, str(index), f"is not valid JSON: {error}", "download it again")]
-    table: object = cast("dict[str, object]", content).get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(table, dict):
-        return [Fault(key, str(index), "has no weight_map", "download it again")]
-    shards = sorted({str(name) for name in cast("dict[str, object]", table).values()})
-    missing = [name for name in shards if not (Path(folder) / name).is_file()]
-    if not missing:
-        return []
-    reason = f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing)}"
-    return [Fault(key, folder, reason, "download them again into this folder" + otherwise)]
+def weight_faults(folder: str, key: str, shape: ModelShape | None, otherwise: str = "") -> list[Fault]:
+    """Faults of a folder's weight files, of their index, and, where the model's shape is known, of their tensors."""
+    files = read_weight_files(Path(folder))
+    faults = [Fault(key, str(one.path), one.reason, one.cure + otherwise) for one in files.faults]
+    if shape is None or faults:
+        return faults
+    odd = tensor_faults(files.tensors, hf_shapes(shape, FAMILIES[shape.architecture]))
+    cure = "copy config.json and weights again, both of one model"
+    return [Fault(key, folder, misfit(odd), cure)] if odd else []
 
 
 def tokenizer(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
@@ -142,4 +128,4 @@ def reference(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
         if odd:
             reason = f"the reference must have the actor's shape, and has {', '.join(odd)}"
             faults.append(Fault("ref.path", path, reason, "use a reference of the same model as model.path"))
-    return [*faults, *weight_files(path, "ref.path", "")]
+    return [*faults, *weight_faults(path, "ref.path", shape)]

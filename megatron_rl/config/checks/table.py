@@ -107,7 +107,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     ModelCheck(reward.judge, ("train", "eval")),
     ModelCheck(model.model),
     ModelCheck(critic.critic_files),
-    Check(model.weights),
+    ModelCheck(model.weights),
     ModelCheck(model.tokenizer),
     Check(model.chat_template),
     ModelCheck(model.reference),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from megatron_rl.errors import DataError
+from megatron_rl.models.broken import broken_reason
 from megatron_rl.models.tokenizers.byte_bpe import ByteBpe, byte_bpe_json, read_tekken, read_tiktoken
 from megatron_rl.models.tokenizers.sentencepiece import (
     SentencePiece,
@@ -19,7 +20,6 @@ from megatron_rl.models.tokenizers.sentencepiece import (
 )
 
 Kind = Literal["json", "sentencepiece", "tiktoken", "tekken", "vocabulary"]
-LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 KINDS = "tokenizer.json, tokenizer.model (sentencepiece or tiktoken), *.tiktoken, tiktoken.model, tekken.json"
 
 
@@ -82,15 +82,6 @@ def json_object(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise DataError(f"{path}: holds no JSON object -- copy it again")
     return cast("dict[str, object]", content)
-
-
-def broken_reason(path: Path, otherwise: str) -> str:
-    """Why a file cannot be read: it is empty, or git-lfs has not fetched it; `otherwise` in every other case."""
-    with path.open("rb") as file:
-        start = file.read(len(LFS_HEAD))
-    if start == LFS_HEAD:
-        return "is a pointer of git-lfs, not the file itself (`git lfs pull` fetches it)"
-    return otherwise if start else "is empty"
 
 
 def read_source(file: TokenizerFile) -> SentencePiece | ByteBpe:

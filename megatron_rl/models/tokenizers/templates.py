@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_rl.errors import DataError
 from megatron_rl.messages import short
-from megatron_rl.models.tokenizers.files import broken_reason, json_object
+from megatron_rl.models.broken import broken_reason
+from megatron_rl.models.tokenizers.files import json_object
 
 DEFAULT = "default"
 """The name of a tokenizer's own template, where it has more than one."""

@@ -15,7 +15,7 @@ from megatron_rl.models.config_json import inspect_model, read_model_shape
 from megatron_rl.models.refused import REFUSED
 from megatron_rl.models.rules import hf_shapes, num_parameters
 from megatron_rl.models.shape import ModelShape
-from tests.helpers.config import faults, load, make_model, only_fault
+from tests.helpers.config import faults, load, make_model, only_fault, write_headers
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -259,12 +259,14 @@ def test_model_folder_without_weights(tmp_path: Path) -> None:
 def test_model_folder_with_missing_shards_names_them(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "sharded", weights=False)
     shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[2], "d": shards[2]}}
+    index = {"weight_map": {"a": shards[0], "b": shards[2], "c": shards[2], "model.norm.weight": shards[1]}}
     (Path(folder) / "model.safetensors.index.json").write_text(json.dumps(index))
-    (Path(folder) / shards[1]).write_bytes(b"")
-    fault = only_fault(tmp_path, f"model.path={folder}")
-    assert fault.key == "model.path"
-    assert f"2 of 3 weight files are missing: {shards[0]}, {shards[2]}" in fault.reason
+    write_headers(Path(folder))
+    (Path(folder) / "model.safetensors").rename(Path(folder) / shards[1])
+    missing, unnamed = faults(tmp_path, f"model.path={folder}")
+    assert missing.key == unnamed.key == "model.path"
+    assert f"2 of 3 weight files are missing: {shards[0]}, {shards[2]}" in missing.reason
+    assert "does not name tensors of its files: model.embed_tokens.weight in " in unnamed.reason
     (Path(folder) / "model.safetensors.index.json").write_text("[]")
     assert "has no weight_map" in only_fault(tmp_path, f"model.path={folder}").reason
 
