@@ -53,12 +53,15 @@ def varlen_attention(
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    # Flash attention takes values as wide as keys; those of latent attention are narrower.
+    width, lacking = value.shape[-1], key.shape[-1] - value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, lacking)) if lacking else value
     out = varlen_attn(
         query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
         scale=scale, window_size=(window - 1, 0),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
-    return out
+    return out[..., :width]
 
 
 class PackedAttention(MegatronModule):
@@ -74,10 +77,13 @@ class PackedAttention(MegatronModule):
         *_: object,
         softmax_scale: float | None = None,
         windows: tuple[int, ...] = (),
+        turns: bool = True,
         **__: object,
     ) -> None:
+        """turns: queries and keys are turned by RoPE here; if not, they come turned."""
         super().__init__(config=config)
         assert config.kv_channels is not None
+        self.turns = turns
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.window = windows[layer_number - 1] if windows else 0
 
@@ -95,8 +101,8 @@ class PackedAttention(MegatronModule):
         packed = packed_seq_params
         assert isinstance(packed, Packed), "sequences come packed (mcore.packing.pack)"
         assert packed.cos is not None and packed.sin is not None
-        query = apply_rotary(query, packed.cos, packed.sin)
-        key = apply_rotary(key, packed.cos, packed.sin)
+        if self.turns:
+            query, key = (apply_rotary(x, packed.cos, packed.sin) for x in (query, key))
         if packed.kv_group is not None:
             # Forward gathers along the tokens, backward adds the gradients up and hands each rank its part.
             key, value = (gather_from_sequence_parallel_region(x, True, packed.kv_group) for x in (key, value))

@@ -28,7 +28,7 @@ from megatron_rl.mcore.convert import shards_of, tensor_shapes, trained_part
 from megatron_rl.mcore.offload import Offload, synchronize
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.rectangles import Span, even_part, padding, place_among_copies, rectangles
-from megatron_rl.models.rules import LocalParam
+from megatron_rl.models.rules import LocalParam, constants
 from megatron_rl.parallel.groups import dp_cp_group, expert_dp_group, expert_group, pp_group, tp_group
 from megatron_rl.weights.dcp import Chunk
 
@@ -79,7 +79,10 @@ class SavedState:
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of each saved tensor, whole."""
         model = self._trainable.model
-        shapes = tensor_shapes(model, trained_part(model))
+        constant = constants(model.shape, FAMILIES[model.shape.architecture])
+        shapes = {
+            name: size for name, size in tensor_shapes(model, trained_part(model)).items() if name not in constant
+        }
         scalars = dict.fromkeys(SCALARS, ((), torch.int64))
         return {f"{kind}/{name}": (size, torch.float32) for kind in KINDS for name, size in shapes.items()} | scalars
 

@@ -215,9 +215,9 @@ def export_hf(
     """Every HF tensor whole, chunk after chunk, on every rank: a collective over tensor-, expert-
     and pipeline-parallel ranks.
 
-    dtype: of the exported tensors; their own when not given. of: what of each parameter is exported, its value by
-    default (its main_grad, say, gives gradients in HF coordinates; with pipeline stages, say their dtype too). Each
-    tensor is new memory, never reused.
+    dtype: of the exported tensors but constant ones (models/rules.py); their own when not given. of: what of each
+    parameter is exported, its value by default (its main_grad, say, gives gradients in HF coordinates; with pipeline
+    stages, say their dtype too). Each tensor is new memory, never reused.
     """
     model.complete_params()
     shapes = tensor_shapes(model, part)
@@ -234,7 +234,8 @@ def export_hf(
                     continue
                 done.update(_names(shards))
                 whole = None if held is None else of(held[shards[0].name])
-                empty = torch.empty(0, dtype=dtype or model.config.params_dtype, device=model.device)
+                wanted = torch.float32 if shards[0].constant else dtype
+                empty = torch.empty(0, dtype=wanted or model.config.params_dtype, device=model.device)
                 # An expert of each rank at a time: a layer's experts together may be larger than the rest of the model.
                 for number, pieces in enumerate(zip(*(shard.experts() for shard in shards), strict=True)):
                     names = _names(pieces)
@@ -242,8 +243,20 @@ def export_hf(
                     tensors: dict[str, torch.Tensor] = {}
                     if whole is not None:
                         local = whole[number : number + 1] if pieces[0].expert else whole
-                        tensors = _gathered(pieces, local if dtype is None else local.to(dtype), shapes)
+                        tensors = _gathered(pieces, local if wanted is None else local.to(wanted), shapes)
                     yield from _from_stage(stage, list(names), tensors, shapes, empty)
+
+
+def constant_values(model: Model) -> dict[str, torch.Tensor]:
+    """HF name -> values on the CPU of the tensors that no update changes. A collective over all ranks."""
+    mine: list[tuple[str, torch.Tensor]] = []
+    for chunk in range(model.parallel.vpp):
+        params = chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank())
+        held = dict(model.bare_chunks[chunk].named_parameters())
+        # Such a tensor is whole on every rank that has its layer.
+        mine += [(one.blocks[0].hf_name, held[one.name].detach().cpu()) for one in params if one.constant]
+    # Ranks of stages without such tensors come too.
+    return {name: values for of_rank in gathered(mine) for name, values in of_rank}
 
 
 def _names(shards: tuple[LocalParam, ...]) -> dict[str, None]:

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.experts import StackedExperts
+from megatron_rl.mcore.latent import LatentAttention
 from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.mcore.router import ExpertRouter
 from megatron_rl.models import FAMILIES
@@ -53,10 +54,14 @@ def _layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=compute.norm)
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = partial(PackedAttention, windows=shape.windows)
-    if compute.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.latent is not None:
+        params = {"latent": shape.latent, "softmax_factor": shape.rope.softmax_factor}
+        layer.self_attention = ModuleSpec(module=LatentAttention, params=params)
+    else:
+        attention = layer.self_attention.submodules
+        attention.core_attention = partial(PackedAttention, windows=shape.windows)
+        if compute.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     if has_experts:
         router = partial(ExpertRouter, router=shape.router, normed=shape.norm_topk_prob)
         submodules = expert_submodules(layer.mlp)

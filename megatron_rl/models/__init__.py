@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rl.models.families import FAMILIES, TRAINED
+from megatron_rl.models.families import FAMILIES
 
-__all__ = ["FAMILIES", "TRAINED"]
+__all__ = ["FAMILIES"]

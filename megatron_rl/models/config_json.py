@@ -15,8 +15,8 @@ from typing import Any, Literal, cast
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models.broken import broken_reason
 from megatron_rl.models.changes import OVERRIDE, change_faults, laid_over
-from megatron_rl.models.families import FAMILIES, TRAINED
-from megatron_rl.models.fields import Fields, rope_entries, rotary_factor, unsupported
+from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.fields import Fields, is_count, rope_entries, rotary_factor, unsupported
 from megatron_rl.models.refused import REFUSED
 from megatron_rl.models.rope import Rope, is_finite_above_zero, read_rope
 from megatron_rl.models.rules import Family
@@ -150,11 +150,11 @@ def _architecture(fields: Mapping[str, Any]) -> str:
 def _family(fields: Mapping[str, Any], where: str) -> tuple[Family | None, list[Fault]]:
     names: object = fields.get("architectures")
     family = next((family for name, family in FAMILIES.items() if names == [name]), None)
-    if family is None or family.planned_only:
+    if family is None:
         reason = "this architecture is not supported" if names else "does not say which architecture the model has"
-        why = REFUSED.get(_architecture(fields), "") if family is None else family.planned_only
+        why = REFUSED.get(_architecture(fields), "")
         reason += f": {why}" if why else ""
-        supported = ", ".join(TRAINED)
+        supported = ", ".join(FAMILIES)
         cure = f'use a model with one of the supported: {supported} (written "architectures": ["LlamaForCausalLM"])'
         return None, [Fault(f"{where}: architectures", names, reason, cure)]
     # transformers and vLLM go by model_type, this package by architectures: both must mean one model.
@@ -175,22 +175,18 @@ _SIZES = (
 )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _missing_sizes(spec: Fields, fields: Mapping[str, Any], where: str) -> list[Fault]:
     cure = "copy the config.json that belongs to these weights"
     sizes = [*_SIZES, spec.ffn_size, *spec.required]
-    sizes += [_experts_entry(fields)] if spec.experts else []
+    sizes += [_experts_entry(spec, fields)] if spec.experts else []
     faults = [
         Fault(f"{where}: {name}", fields.get(name), "must be a whole number above 0", cure)
         for name in sizes
-        if not _is_count(fields.get(name))
+        if not is_count(fields.get(name))
     ]
     optional = {
-        "num_key_value_heads": _is_count,
-        "head_dim": _is_count,
+        "num_key_value_heads": is_count,
+        "head_dim": is_count,
         "rms_norm_eps": is_finite_above_zero,
         "rope_theta": is_finite_above_zero,
         "initializer_range": is_finite_above_zero,
@@ -211,9 +207,9 @@ def _given(fields: Mapping[str, Any], name: str) -> bool:
     return name in fields and (fields[name] is not None or name in ("rms_norm_eps", "initializer_range"))
 
 
-def _experts_entry(fields: Mapping[str, Any]) -> str:
-    """The entry that holds the number of experts: Mixtral's name, which newer files of Qwen3-MoE have as well."""
-    return "num_experts" if "num_experts" in fields else "num_local_experts"
+def _experts_entry(spec: Fields, fields: Mapping[str, Any]) -> str:
+    """The entry that holds the number of experts; newer files of Qwen3-MoE have Mixtral's name for it as well."""
+    return next((name for name in spec.experts_entries if name in fields), spec.experts_entries[-1])
 
 
 def _rope_theta(spec: Fields, fields: Mapping[str, Any]) -> Any:
@@ -241,7 +237,7 @@ def _shape(family: Family, fields: Mapping[str, Any]) -> ModelShape:
     heads: int = fields["num_attention_heads"]
     normed = spec.norm_topk_prob
     normed = bool(fields.get("norm_topk_prob", False)) if normed is None else normed
-    return ModelShape(
+    shape = ModelShape(
         architecture=family.architecture,
         num_layers=fields["num_hidden_layers"],
         hidden_size=fields["hidden_size"],
@@ -255,13 +251,14 @@ def _shape(family: Family, fields: Mapping[str, Any]) -> ModelShape:
         rope_theta=float(_rope_theta(spec, fields)),
         max_position_embeddings=fields["max_position_embeddings"],
         initializer_range=float(fields.get("initializer_range") or DEFAULT_INITIALIZER_RANGE),
-        num_experts=fields[_experts_entry(fields)] if spec.experts else 0,
+        num_experts=fields[_experts_entry(spec, fields)] if spec.experts else 0,
         num_experts_per_tok=fields["num_experts_per_tok"] if spec.experts else 0,
         norm_topk_prob=normed and spec.experts,
         rope=_rope(spec, fields),
         rotary_factor=rotary_factor(spec, fields),
         windows=_windows(spec, fields),
     )
+    return replace(shape, **spec.sizes(fields))
 
 
 def _misfits(shape: ModelShape, fields: Mapping[str, Any], where: str) -> list[Fault]:
@@ -305,4 +302,19 @@ def _expert_misfits(shape: ModelShape, fields: Mapping[str, Any], where: str) ->
         faults.append(
             Fault(f"{where}: num_experts_per_tok", used, reason, "use a model with 2 experts or more a token")
         )
-    return faults
+    return faults + [Fault(f"{where}: {name}", value, reason, copy) for name, value, reason in _odd_groups(shape)]
+
+
+def _odd_groups(shape: ModelShape) -> list[tuple[str, int, str]]:
+    """Groups of experts that a token's experts cannot be chosen from: entry, value, reason."""
+    groups, kept, experts = shape.router.groups, shape.router.groups_per_token, shape.num_experts
+    if experts % groups:
+        return [("n_group", groups, f"does not divide the {experts} experts")]
+    if kept > groups:
+        return [("topk_group", kept, f"is more than n_group {groups}")]
+    if groups > 1 and shape.num_experts_per_tok > kept * (experts // groups):
+        reason = f"is more than the {kept * (experts // groups)} experts of topk_group {kept} groups"
+        return [("num_experts_per_tok", shape.num_experts_per_tok, reason)]
+    if groups > 1 and shape.router.bias and experts // groups < 2:
+        return [("n_group", groups, "leaves a group with one expert, and groups are chosen by two")]
+    return []

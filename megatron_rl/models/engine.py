@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from megatron_rl.errors import ReshardError
 from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
-from megatron_rl.models.rules import Family, LocalParam, Rule, expert_stack, hf_shapes
+from megatron_rl.models.rules import Family, LocalParam, Rule, constants, expert_stack, hf_shapes
 from megatron_rl.models.shape import ModelShape
 
 VOCAB_PADDING = 64
@@ -70,7 +70,7 @@ def engine_params(
     layers: Iterable[int] | None = None,
     ends: bool = True,
 ) -> Iterator[LocalParam]:
-    """Every parameter of one rank of a vLLM engine: its name, shape and blocks, in HF order.
+    """Every parameter of one rank of a vLLM engine that updates change: its name, shape and blocks, in HF order.
 
     ep: ranks that the experts are dealt to (vLLM's enable_expert_parallel; they then hold whole experts); 1 splits each
     expert over the tp ranks. layers: only these; all when not given. ends: with embedding, final norm and head.
@@ -86,7 +86,7 @@ def engine_params(
     for layer in range(shape.num_layers) if layers is None else layers:
         prefix = f"model.layers.{layer}."
         fused: dict[str, list[Rule]] = {}
-        for rule in family.layer(shape, layer):
+        for rule in (one for one in family.layer(shape, layer) if not one.constant):
             fused.setdefault(rule.engine_name, []).append(rule)
         for name, rules in fused.items():
             if rules[0].expert:
@@ -108,8 +108,13 @@ def engine_params(
 
 
 def whole_params(shape: ModelShape, family: Family) -> Iterator[LocalParam]:
-    """Every parameter of an engine that holds the HF tensors as they are (rollout.name=hf), in HF order."""
+    """Every parameter of an engine that holds the HF tensors as they are (rollout.name=hf), in HF order; those that
+    no update changes are left out.
+    """
+    constant = constants(shape, family)
     for name, size in hf_shapes(shape, family).items():
+        if name in constant:
+            continue
         yield LocalParam(name, size, (Block(name, (0, size[0]), (0, size[1]) if len(size) == 2 else None),))
 
 

@@ -7,7 +7,7 @@ honour it, and the trainer would train another model. No list of bad entries cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -30,6 +30,11 @@ class Compute:
     """Attention adds a bias to queries, keys and values"""
     qk_norm: bool = False
     """Each head's query and key passes an RMSNorm before RoPE"""
+
+
+def _nothing(content: Mapping[str, Any]) -> dict[Any, Any]:
+    """A family of which no more is read, or checked, than of every one."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,16 @@ class Fields:
     """Share of a head that RoPE turns where the file gives none; None: the whole head in any case"""
     values: Mapping[str, tuple[Computed, str]] = field(default_factory=dict[str, tuple[Computed, str]])
     """Further entries of this family: the values that it computes, and why others are refused"""
+    needed: Mapping[str, tuple[Computed, str]] = field(default_factory=dict[str, tuple[Computed, str]])
+    """As values, and the file must have them: transformers and the engine fill in different ones"""
     notes: frozenset[str] = frozenset()
     """Further entries of this family that say nothing about what the model computes"""
+    odd: Callable[[Mapping[str, Any]], Iterable[tuple[str, str]]] = _nothing
+    """Entries that do not fit each other, and why: of any file"""
+    experts_entries: tuple[str, ...] = ("num_experts", "num_local_experts")
+    """Entries that may hold the number of experts; the first one that is there does"""
+    sizes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _nothing
+    """Entries of a file without faults -> further fields of ModelShape, or other values of them"""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -105,7 +118,12 @@ def _off(value: object) -> bool:
     return not value
 
 
-def _is(*values: object) -> Computed:
+def is_count(value: object) -> bool:
+    """A whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def one_of(*values: object) -> Computed:
     """One of the values, of the same type: 1 is not true."""
 
     def same(value: object) -> bool:
@@ -124,18 +142,18 @@ _VALUES: dict[str, tuple[Computed, str]] = {
     "attention_bias": (_off, "a bias in the attention projections is not supported"),
     "mlp_bias": (_off, "a bias in the MLP is not supported"),
     "bias": (_off, "a bias in the projections is not supported"),
-    "is_causal": (_is(True), "only causal attention is computed"),
-    "partial_rotary_factor": (_is(None, 1), "RoPE over a part of the head is not supported"),
-    "rotary_pct": (_is(None, 1), "RoPE over a part of the head is not supported"),
+    "is_causal": (one_of(True), "only causal attention is computed"),
+    "partial_rotary_factor": (one_of(None, 1), "RoPE over a part of the head is not supported"),
+    "rotary_pct": (one_of(None, 1), "RoPE over a part of the head is not supported"),
     "rope_interleaved": (_off, "RoPE over neighbours is not supported, only over halves of the head"),
     "rope_interleave": (_off, "RoPE over neighbours is not supported, only over halves of the head"),
     "use_mrope": (_off, "RoPE over several axes is not supported"),
     "quantization_config": (_off, "quantized weights cannot be trained"),
-    "logit_scale": (_is(1), _SCALE),
-    "logits_scaling": (_is(1), _SCALE),
-    "embedding_multiplier": (_is(1), _SCALE),
-    "residual_multiplier": (_is(1), _SCALE),
-    "scale_emb": (_is(1), _SCALE),
+    "logit_scale": (one_of(1), _SCALE),
+    "logits_scaling": (one_of(1), _SCALE),
+    "embedding_multiplier": (one_of(1), _SCALE),
+    "residual_multiplier": (one_of(1), _SCALE),
+    "scale_emb": (one_of(1), _SCALE),
     "attn_logit_softcapping": (_off, "a bound on logits is not supported"),
     "final_logit_softcapping": (_off, "a bound on logits is not supported"),
     "clip_qkv": (_off, "a bound on queries, keys and values is not supported"),
@@ -158,10 +176,10 @@ _VALUES: dict[str, tuple[Computed, str]] = {
         ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"), (_off, _SHARED_EXPERT)
     ),
     "mlp_only_layers": (_off, _SOME_PLAIN),
-    "decoder_sparse_step": (_is(None, 1), _SOME_PLAIN),
+    "decoder_sparse_step": (one_of(None, 1), _SOME_PLAIN),
     "router_jitter_noise": (_off, "noise on the router's input is not supported: routes must be the same each time"),
-    "scoring_func": (_is("softmax"), _ROUTER),
-    "routed_scaling_factor": (_is(None, 1), _SCALE),
+    "scoring_func": (one_of("softmax"), _ROUTER),
+    "routed_scaling_factor": (one_of(None, 1), _SCALE),
 }
 """Entry -> (the values that this package computes, why others are refused); of every family."""
 
@@ -170,10 +188,10 @@ def _values_of(family: Fields, compute: Compute) -> dict[str, tuple[Computed, st
     """_VALUES with what holds for one family alone."""
     bias, norm = compute.qkv_bias, compute.qk_norm
     values = _VALUES | {
-        "hidden_act": (_is(compute.activation), f"only the gated MLP with {compute.activation} is computed"),
-        "qkv_bias": (_is(bias), f"attention is computed {'with' if bias else 'without'} a bias here"),
-        "qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
-        "use_qk_norm": (_is(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
+        "hidden_act": (one_of(compute.activation), f"only the gated MLP with {compute.activation} is computed"),
+        "qkv_bias": (one_of(bias), f"attention is computed {'with' if bias else 'without'} a bias here"),
+        "qk_norm": (one_of(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
+        "use_qk_norm": (one_of(norm), f"heads are computed {'with' if norm else 'without'} norms here"),
     }
     if family.rotary_factor is not None:
         values["partial_rotary_factor"] = (is_share, "must be above 0 and at most 1")
@@ -182,8 +200,8 @@ def _values_of(family: Fields, compute: Compute) -> dict[str, tuple[Computed, st
         values |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_off, reason))
     elif family.norm_topk_prob is not None:
         reason = "weights of a token's experts are scaled to sum to 1 here"
-        values["norm_topk_prob"] = (_is(family.norm_topk_prob), reason)
-    return values | dict(family.values)
+        values["norm_topk_prob"] = (one_of(family.norm_topk_prob), reason)
+    return values | dict(family.values) | dict(family.needed)
 
 
 def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[str, Any], where: str) -> list[Fault]:
@@ -192,7 +210,12 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
     name: the architecture; content: of config.json; where: that file, for messages.
     """
     values = _values_of(family, compute)
-    inert = _READ | _INERT | family.notes | (_INERT_OF_EXPERTS if family.experts else frozenset[str]())
+    inert = (
+        _READ
+        | _INERT
+        | family.notes
+        | (_INERT_OF_EXPERTS | frozenset(family.experts_entries) if family.experts else frozenset[str]())
+    )
     cure = "use a model without it; removing the field from config.json would compute another model"
     faults: list[Fault] = []
     for entry, value in content.items():
@@ -204,6 +227,14 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
             reason = f"is no field that is known of {name}: what it changes in the model would be left out"
             help_ = "if it is a note that changes nothing, remove it from config.json; if not, use another model"
             faults.append(Fault(f"{where}: {entry}", value, reason, help_))
+    for entry, reason in family.odd(content):
+        faults.append(Fault(f"{where}: {entry}", content.get(entry), reason, cure))
+    for entry in family.needed:
+        if entry not in content:
+            reason = "is missing: transformers and the engine would fill in values of their own"
+            faults.append(
+                Fault(f"{where}: {entry}", None, reason, "copy the config.json that belongs to these weights")
+            )
     for entry, rope in rope_entries(content).items():
         reason = read_rope(family.ropes, rope, content, family.rotary_factor is not None)
         if isinstance(reason, str):

@@ -12,6 +12,12 @@ REFUSED: dict[str, str] = {
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": f"images are not supported, and of its text model {_GEMMA}",
     "Phi3ForCausalLM": "its RoPE of type longrope has other frequencies where a batch is longer",
+    "GptOssForCausalLM": "attention sinks, biases of experts and their clamped activation are not trained here",
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        "layers of linear attention (Gated DeltaNet) are not trained here",
+    ),
+    "DeepseekV32ForCausalLM": "attention to tokens that an index picks is not trained here",
     "Ministral3ForCausalLM": "its queries are scaled by their position",
 }
 """HF architecture -> the reason."""

@@ -29,6 +29,11 @@ class Rope:
         """Factor on cosines and sines."""
         return 1.0
 
+    @property
+    def softmax_factor(self) -> float:
+        """Factor on the attention's logits."""
+        return 1.0
+
     def scaled(self, frequencies: Sequence[float], theta: float) -> list[float]:
         """[rotary_dim / 2] radians a position, highest first -> the frequencies that the model uses.
 
@@ -156,6 +161,24 @@ class Yarn(Rope):
             return ""
         reason = f"max_position_embeddings {positions} is more than factor x {_PRETRAINED} = {known:g}"
         return f"{reason}, where vLLM's table of cosines ends"
+
+
+@dataclass(frozen=True)
+class LatentYarn(Yarn):
+    """YaRN of latent attention (DeepSeek-AI 2024): mscale_all_dim makes the attention's logits larger."""
+
+    @property
+    def softmax_factor(self) -> float:
+        """See Rope."""
+        return self._growth(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def fault(self, positions: int) -> str:
+        """See Rope."""
+        if self.attention_factor is not None:
+            return "attention_factor is read by vLLM in another way in this family"
+        if bool(self.mscale) != bool(self.mscale_all_dim):
+            return "mscale and mscale_all_dim belong together: transformers and vLLM fill in different values"
+        return super().fault(positions)
 
 
 KINDS: tuple[type[Rope], ...] = (Rope, Linear, Dynamic, Llama3, Yarn)

@@ -31,12 +31,14 @@ class LocalParam:
 
     Rows past the last block are padding (a vocabulary that TP does not divide) and hold zeros. expert: a stack of
     experts [number, rows, columns], whose ranks are those of ep and etp; ranks of other parameters are those of tp.
+    constant: see Rule.
     """
 
     name: str
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     expert: bool = False
+    constant: bool = False
 
     @property
     def width(self) -> int:
@@ -64,6 +66,7 @@ class Rule:
     A `*` in the HF names stands for an expert's number; the parameter is then the stack of all of a rank's experts.
     engine: the vLLM parameter that the tensors lie in; rules of a layer that name the same one are fused there, end to
     end. live: the name in a model that transformers has loaded, of all experts together, if a checkpoint has another.
+    constant: float32 in every model, and no update changes it: no checkpoint of a run and no sync's plan has it.
     """
 
     megatron: str
@@ -71,6 +74,7 @@ class Rule:
     hf: tuple[str, ...]
     engine: str = ""
     live: str = ""
+    constant: bool = False
 
     @property
     def expert(self) -> bool:
@@ -95,8 +99,7 @@ LayerRules = Callable[[ModelShape, int], tuple[Rule, ...]]
 class Family:
     """A model family: all that this package knows of an architecture.
 
-    planned_only: why it cannot be trained or sampled; `megatron-rl plan` still knows its tensors. known: well-known
-    models by name, as `megatron-rl plan` takes them.
+    known: well-known models by name, as `megatron-rl plan` takes them.
     """
 
     architecture: str
@@ -106,7 +109,6 @@ class Family:
     final_norm: Rule
     output: Rule
     compute: Compute = field(default_factory=Compute)
-    planned_only: str = ""
     known: Mapping[str, ModelShape] = field(default_factory=dict[str, ModelShape])
 
 
@@ -131,6 +133,17 @@ def hf_shapes(shape: ModelShape, family: Family) -> dict[str, tuple[int, ...]]:
     if not shape.tie_word_embeddings:
         shapes[family.output.hf[0]] = (shape.vocab_size, shape.hidden_size)
     return shapes
+
+
+def constants(shape: ModelShape, family: Family) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of the tensors that no update changes."""
+    return {
+        f"model.layers.{layer}.{name}": size
+        for layer in range(shape.num_layers)
+        for rule in family.layer(shape, layer)
+        if rule.constant
+        for name, size in zip(rule.hf, rule.layout.sizes(shape), strict=True)
+    }
 
 
 def num_parameters(shape: ModelShape, family: Family) -> int:
@@ -210,7 +223,7 @@ def megatron_params(
             if rule.expert:
                 yield expert_stack(name, [rule], experts, partial(blocks_of, split=(etp, etp_rank)))
             else:
-                yield _local(name, blocks_of(rule, (tp, tp_rank)))
+                yield replace(_local(name, blocks_of(rule, (tp, tp_rank))), constant=rule.constant)
     if post_process:
         yield _local(family.final_norm.megatron, [Block(family.final_norm.hf[0], (0, shape.hidden_size))])
         if not shape.tie_word_embeddings:

@@ -11,13 +11,17 @@ from megatron_rl.models.rope import Rope
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of multi-head latent attention (DeepSeek-AI 2024): ranks of the two compressions, and dims of a head."""
+    """Sizes of multi-head latent attention (DeepSeek-AI 2024): ranks of the two compressions, and dims of a head.
+
+    norm_eps: epsilon of the norms of compressed vectors; transformers has this one whatever rms_norm_eps is.
+    """
 
     q_rank: int
     kv_rank: int
     nope_dim: int
     rope_dim: int
     value_dim: int
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True)

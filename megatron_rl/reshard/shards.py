@@ -54,7 +54,7 @@ class EngineLayout:
 def trainer_params(
     shape: ModelShape, family: Family, topology: Topology, stages: Sequence[Sequence[range]], rank: int
 ) -> tuple[LocalParam, ...]:
-    """What trainer `rank` holds; stages: [pp][vpp] layers, as models/stages.py gives them."""
+    """What trainer `rank` holds that updates change; stages: [pp][vpp] layers, as models/stages.py gives them."""
     at, of_experts = topology.coords(rank), topology.expert_coords(rank)
     local: list[LocalParam] = []
     for chunk, layers in enumerate(stages[at.pp]):
@@ -64,7 +64,7 @@ def trainer_params(
             post_process=is_last_chunk(at.pp, chunk, pp=len(stages), vpp=len(stages[at.pp])),
             ep=topology.ep, ep_rank=of_experts.ep, etp=topology.expert_tp, etp_rank=of_experts.etp,
         )  # fmt: skip
-        local += [replace(param, name=f"chunk{chunk}.{param.name}") for param in params]
+        local += [replace(param, name=f"chunk{chunk}.{param.name}") for param in params if not param.constant]
     return tuple(local)
 
 

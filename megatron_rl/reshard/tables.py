@@ -49,13 +49,13 @@ class ModelTable:
         return self.shape.num_experts if any(rule.expert for rule in self.family.layer(self.shape, layer)) else 0
 
     def trainer(self, layer: int, tp: int, rank: int) -> Held:
-        """A trainer rank's shard of a layer, without routed experts."""
+        """A trainer rank's shard of a layer, without routed experts and what no update changes."""
         # ep as large as can be: the table then lists one expert only, which the filter below drops.
         params = megatron_params(
             self.shape, self.family, tp=tp, tp_rank=rank, layers=range(layer, layer + 1),
             pre_process=False, post_process=False, ep=max(self.shape.num_experts, 1),
         )  # fmt: skip
-        return rects_of(param for param in params if not param.expert)
+        return rects_of(param for param in params if not param.expert and not param.constant)
 
     def trainer_expert(self, layer: int, expert: int, etp: int, rank: int) -> Held:
         """A trainer rank's shard of one expert."""

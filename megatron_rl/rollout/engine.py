@@ -108,6 +108,12 @@ class RolloutEngine(Protocol):
         """Of all parameters, at any time."""
         ...
 
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep tensors that no update changes (Rule.constant), float32, on the CPU, whole, in Hugging Face names: the
+        engine has them after each update. Called once, before the first, if the model has any.
+        """
+        ...
+
     def begin_update(self) -> None:
         """Wake the weights and make every parameter plain and writable; values are undefined unless shared."""
         ...

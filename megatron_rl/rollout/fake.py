@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -57,6 +57,8 @@ class FakeEngine:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
+
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def begin_update(self) -> None: ...
 

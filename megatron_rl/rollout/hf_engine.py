@@ -10,7 +10,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
-from megatron_rl.models.rules import Family
+from megatron_rl.models.rules import Family, constants
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.beat import beat
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests
@@ -142,6 +142,19 @@ class HfEngine:
         """See RolloutEngine."""
         return {name: tuple(tensor.shape) for name, tensor in self.parameters().items()}
 
+    def _constants(self) -> dict[str, torch.Tensor]:
+        """What no update changes: buffers, in float32 whatever the model's precision is."""
+        buffers = dict(self._model.named_buffers())
+        names = constants(self._shape, FAMILIES[self._shape.architecture])
+        for name in names:
+            buffers[name].data = buffers[name].data.float()
+        return {name: buffers[name] for name in names}
+
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See RolloutEngine."""
+        for name, buffer in self._constants().items():
+            buffer.copy_(tensors[name])
+
     def begin_update(self) -> None:
         """Nothing to do: parameters are always plain."""
 
@@ -152,7 +165,7 @@ class HfEngine:
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See RolloutEngine. RolloutError naming each tensor that the model lacks or did not get."""
-        held = self.parameters()
+        held = self.parameters() | self._constants()
         left = set(held)
         for name, tensor in tensors:
             if name not in held:

@@ -22,7 +22,7 @@ from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
-from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.rules import constants, hf_shapes
 from megatron_rl.observe.beat import beat
 from megatron_rl.rollout.engine import (
     EnginePart,
@@ -282,11 +282,16 @@ class VllmEngine:
         found = {name: tuple(tensor.shape) for name, tensor in self._loaded.untouched().items()}
         return found | self._loaded.plain_shapes()
 
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See RolloutEngine."""
+        self._loaded.hold(tensors)
+
     def begin_update(self) -> None:
         """See RolloutEngine."""
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
         self._loaded.make_plain()
+        self._loaded.write_constants()
 
     def end_update(self, version: int) -> None:
         """See RolloutEngine."""
@@ -318,7 +323,8 @@ class VllmEngine:
         shape = read_model_shape(self._settings.model_path)
         family, part = FAMILIES[shape.architecture], self._part
         params = engine_params(shape, family, tp=part.tp, tp_rank=part.tp_rank, ep=part.ep, ep_rank=part.ep_rank)
-        live_params(params, self.shapes())
+        constant = constants(shape, family)
+        live_params(params, {name: size for name, size in self.shapes().items() if name not in constant})
         return hf_shapes(shape, family)
 
     def _now_holds(self, version: int) -> None:

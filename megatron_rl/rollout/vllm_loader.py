@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.models.engine import live_name
+from megatron_rl.models.shape import Latent
 
 LOAD_FORMAT = "megatron_rl"
 _SAMPLES = 64
+_LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,12 @@ class LoadedModel:
     """Plain tensors of rearranged parameters, by full name; see make_plain."""
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters of this model that are the trainer's tensors, by full name."""
+    derived: list[str] = field(default_factory=list)
+    """Modules that have made further tensors of their parameters, such as latent attention's"""
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Values on the CPU of parameters that no update writes, by full name; see hold."""
+    loaded_names: frozenset[str] = frozenset()
+    """Parameters of the model before anything was made of them, by full name"""
     _found: list[tuple[str, dict[str, Any], str]] | None = None
 
     def close(self) -> None:
@@ -66,6 +75,33 @@ class LoadedModel:
         self.model, self._found = None, None
         self.plain.clear()
         self.shared.clear()
+        self.constants.clear()
+
+    def hold(self, constants: Mapping[str, torch.Tensor]) -> None:
+        """Parameters that no update writes; sleeping memory loses them, so that each update begins with them.
+
+        Raises ReshardError naming those that the model lacks or has in another shape or precision.
+        """
+        assert self.model is not None
+        params = dict(self.model.named_parameters())
+        faults = [
+            f"{name} is {'lacking' if name not in params else list(params[name].shape)}, {list(tensor.shape)} is given"
+            for name, tensor in constants.items()
+            if name not in params or params[name].shape != tensor.shape or params[name].dtype != tensor.dtype
+        ]
+        if faults:
+            raise ReshardError("the engine's parameters that no update changes: " + "; ".join(faults))
+        self.constants = {name: tensor.clone() for name, tensor in constants.items()}
+        self._found = None
+        self.write_constants()
+
+    @torch.no_grad()
+    def write_constants(self) -> None:
+        """Give the parameters that no update writes their values."""
+        assert self.model is not None
+        params = dict(self.model.named_parameters()) if self.constants else {}
+        for name, tensor in self.constants.items():
+            params[name].copy_(tensor)
 
     def make_plain(self) -> None:
         """Plain tensors for the rearranged parameters, where there are none: their values are undefined, but for those
@@ -97,20 +133,24 @@ class LoadedModel:
             assert self.model is not None
             rearranged = self.plain_shapes()
             held = {name: vars(module)["_parameters"] for name, module in self.model.named_modules()}
-            names = [name for name, _ in self.model.named_parameters() if name not in rearranged]
+            names = [name for name, _ in self.model.named_parameters() if name in self.loaded_names]
+            names = [name for name in names if name not in rearranged and name not in self.constants]
             self._found = [(name, held[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
         return self._found
 
     @torch.no_grad()
     def repack(self, vllm_config: Any) -> None:
         """Make the kernels' form of every rearranged parameter from its plain tensor, in the memory it has."""
-        if not self.packed:
+        if not self.packed and not self.derived:
             return
         assert self.model is not None
-        modules = dict(self.model.named_modules())
+        modules: dict[str, Any] = dict(self.model.named_modules())
         with set_current_vllm_config(vllm_config):
             for place, marks in self.packed.items():
                 _repack(modules[place], {name: self.plain[f"{place}.{name}"] for name in marks})
+            for place in self.derived:
+                # In place, from parameters of other modules: CUDA graphs hold the addresses.
+                modules[place].process_weights_after_loading(vllm_config.model_config.dtype)
 
 
 def _repack(module: nn.Module, plain: Mapping[str, torch.Tensor]) -> None:
@@ -155,8 +195,14 @@ class TrainerLoader(DummyModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         super().load_weights(model, model_config)
+        # A parameter that several modules have, such as a router's bias, counts where it comes first.
+        first = {name for name, _ in model.named_parameters()}
         self._marks = {
-            place: {name: _Mark.of(param) for name, param in module.named_parameters(recurse=False)}
+            place: {
+                name: _Mark.of(param)
+                for name, param in module.named_parameters(recurse=False)
+                if f"{place}.{name}".lstrip(".") in first
+            }
             for place, module in model.named_modules()
         }
 
@@ -165,9 +211,17 @@ class TrainerLoader(DummyModelLoader):
         _result.model = model
         for place, module in model.named_modules():
             marks = self._marks[place]
+            if place.endswith(_LATENT_NORMS):
+                # vLLM gives them the model's other norms' epsilon.
+                vars(module)["variance_epsilon"] = Latent.norm_eps
             live = dict(module.named_parameters(recurse=False))
             if any(name not in live or not mark.fits(live[name]) for name, mark in marks.items()):
                 _result.packed[place] = marks
+            elif isinstance(module, MLAAttention):
+                _result.derived.append(place)
+        _result.loaded_names = frozenset(
+            f"{place}.{name}".lstrip(".") for place, marks in self._marks.items() for name in marks
+        )
         _result.shared = share(model, _shared, _result.packed)
         return model
 

@@ -145,7 +145,7 @@ class RandomSource:
         """See WeightSource."""
         shape = self._shapes[block.hf_name]
         if len(shape) == 1:
-            whole = torch.zeros(shape) if block.hf_name.endswith(".bias") else torch.ones(shape)
+            whole = torch.zeros(shape) if block.hf_name.endswith("bias") else torch.ones(shape)
         else:
             # torch's CPU generator looks at 32 bits of a seed, so seed and name are mixed into as many.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{block.hf_name}".encode()))

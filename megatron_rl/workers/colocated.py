@@ -13,6 +13,7 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.errors import ReshardError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import live_params
+from megatron_rl.models.rules import constants
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.p2p import P2PGroup
 from megatron_rl.parallel.topology import topology_of
@@ -123,6 +124,7 @@ def start_engine(
     if the engine cannot be built.
     """
     from megatron_rl.mcore import shards
+    from megatron_rl.mcore.convert import constant_values
 
     model = actor.model
     settings = engine_settings(cfg, model.shape, device, layout, rank)
@@ -152,6 +154,9 @@ def start_engine(
     tensors = held() if sharing.shared else {}
     engine = make_engine(settings, {name: tensors[source] for name, source in sharing.shared.items()})
     check_part(engine.part, layout, rank)
+    if constants(shape, family):
+        # All ranks come: each has those of its own layers.
+        engine.hold(constant_values(model))
     transfer = Transfer(
         make_plan(
             trainers,

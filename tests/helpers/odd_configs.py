@@ -19,6 +19,8 @@ def laid_over(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
     return {name: value for name, value in (fields | changes).items() if value != ABSENT}
 
 
+_LATENT_YARN = {"rope_type": "yarn", "rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
 REFUSED: list[Variant] = [
     # Entries that vLLM or transformers honours in this family.
     ("llama", {"sliding_window": 16}),
@@ -108,6 +110,23 @@ REFUSED: list[Variant] = [
     ("mixtral", {"is_causal": False}),
     ("mixtral", {"attention_bias": True}),
     ("mixtral", {"clip_qkv": 8.0}),
+    # Without these two entries vLLM would choose experts in another way than transformers.
+    ("deepseek_v3", {"topk_method": "greedy"}),
+    ("deepseek_v3", {"scoring_func": "softmax"}),
+    ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v3", {"num_key_value_heads": 2}),
+    ("deepseek_v3", {"moe_layer_freq": 2}),
+    ("deepseek_v3", {"n_group": 3}),
+    ("deepseek_v3", {"topk_group": 9}),
+    ("deepseek_v3", {"q_lora_rank": 0}),
+    ("deepseek_v3", {"attention_bias": True}),
+    ("deepseek_v3", {"num_experts_per_tok": 5}),
+    ("deepseek_v3", {"index_topk": 2048}),
+    ("deepseek_v3", {"rope_parameters": _LATENT_YARN | {"mscale": 0.7}}),
+    ("deepseek_v3", {"rope_parameters": _LATENT_YARN | {"attention_factor": 1.0}}),
+    ("deepseek_v2", {"norm_topk_prob": True}),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}),
+    ("deepseek_v2", {"n_group": 2, "topk_method": "greedy"}),
     ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
 ]
 """The first entry is the one that is named."""
@@ -155,7 +174,8 @@ FIRST: list[Variant] = [
         {"norm_topk_prob": False, "head_dim": 96, "sliding_window": 4, "rms_norm_eps": ABSENT}
         | _scaled(YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 4.0, "truncate": False}),
     ),
-    ("mixtral", _older(LINEAR) | {"rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
+    ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
+    ("deepseek_v3", {"norm_topk_prob": False, "rms_norm_eps": 1e-2, "routed_scaling_factor": 0.6}),
 ]
 """One of each family: with these the default suite starts vLLM."""
 
@@ -200,4 +220,9 @@ PASSING: list[Variant] = [
     ("llama", _older(YARN | {"attention_factor": 0.7})),
     ("llama", _older({"type": "yarn", "factor": 4.0}) | _SHORT),
     ("qwen2", _scaled(YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 4.0, "beta_slow": 2.0})),
+    ("deepseek_v3", {"n_group": 2, "topk_group": 1, "rope_parameters": {"rope_theta": 33.0, "rope_type": "default"}}),
+    ("deepseek_v3", {"rope_parameters": _LATENT_YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}}),
+    ("deepseek_v3", {"rope_parameters": ABSENT, "rope_theta": 1e5, "rope_interleave": True, "aux_loss_alpha": 0.1}),
+    ("deepseek_v2", {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2}),
+    ("deepseek_v2", {"rope_parameters": _LATENT_YARN, "routed_scaling_factor": 16.0, "moe_layer_freq": 1}),
 ]

@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.rules import LocalParam, hf_shapes
-from megatron_rl.models.shape import Latent, ModelShape
+from megatron_rl.models.rules import LocalParam, constants, hf_shapes
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.stages import stage_layers
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.reshard.plan import BlockIndex, Plan, Shard, bundles_of
 from megatron_rl.reshard.rank_order import best_order, overlaps_of
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, kind_shards, trainer_shards, whole_shards
+from tests.helpers.oddities import oddities
 
 # The same cases in each run; no time limit, which a busy machine would break.
 QUIET = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -29,15 +30,12 @@ def shape_of(
     hidden: int = 4, ffn: int = 8, vocab: int = 70, tied: bool = False, experts: int = 4,
 ) -> ModelShape:  # fmt: skip
     has_experts = FAMILIES[architecture].fields.experts
-    latent = architecture == "DeepseekV3ForCausalLM"
     return ModelShape(
         architecture=architecture, num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=kv,
         head_dim=head_dim, ffn_size=ffn, vocab_size=vocab, tie_word_embeddings=tied,
         rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64, initializer_range=0.02,
         num_experts=experts if has_experts else 0, num_experts_per_tok=2 if has_experts else 0,
-        dense_layers=layers // 2 if latent else 0, dense_ffn_size=2 * ffn if latent else 0,
-        shared_ffn_size=ffn if latent else 0,
-        latent=Latent(q_rank=3, kv_rank=2, nope_dim=2, rope_dim=1, value_dim=2) if latent else None,
+        **oddities(architecture, layers, ffn),
     )  # fmt: skip
 
 
@@ -136,10 +134,12 @@ def searched(
 
 
 def hf_arrays(shape: ModelShape) -> Arrays:
-    """Every HF tensor with numbers that occur once in the model: int32."""
+    """Every HF tensor that updates change, with numbers that occur once in the model: int32."""
     arrays: Arrays = {}
-    start = 1
-    for name, size in hf_shapes(shape, FAMILIES[shape.architecture]).items():
+    start, family = 1, FAMILIES[shape.architecture]
+    for name, size in hf_shapes(shape, family).items():
+        if name in constants(shape, family):
+            continue
         count = prod(size)
         arrays[name] = np.arange(start, start + count, dtype=np.int32).reshape(size)
         start += count

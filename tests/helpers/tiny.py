@@ -11,6 +11,16 @@ import torch
 from megatron_rl.types import TrainBatch
 from tests.helpers.odd_configs import ABSENT, laid_over
 
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 48, "n_shared_experts": 2,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20,
+    "rms_norm_eps": 3e-4,
+}  # fmt: skip
 # Family -> its name in transformers, and the fields that it has besides the common ones.
 FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
@@ -37,6 +47,43 @@ FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
             "norm_topk_prob": False,
             "mlp_only_layers": [],
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "topk_method": "group_limited_greedy",
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "q_lora_rank": 40,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "moonlight": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+            "rope_theta": 50000.0,
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
@@ -75,6 +122,10 @@ def save_tiny(
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # Large enough to change which experts are chosen.
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return str(folder)
 

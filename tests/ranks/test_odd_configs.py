@@ -17,7 +17,9 @@ VOCAB = 128
 NUMBERS = ("rope_parameters", "rope_theta", "rms_norm_eps", "norm_topk_prob")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"]
+)
 def test_n1_the_trainer_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
     """Every passing variant of the table; and those that name numbers are another model than the plain one, so that a
     trainer that ignores them (a base or an epsilon of its own) is seen.

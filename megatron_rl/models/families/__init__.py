@@ -19,5 +19,3 @@ def _families() -> dict[str, Family]:
 
 FAMILIES: dict[str, Family] = _families()
 """HF architecture -> its family."""
-TRAINED: dict[str, Family] = {name: family for name, family in FAMILIES.items() if not family.planned_only}
-"""Those that can be trained and sampled."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models import TRAINED
+from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import inspect_model
 from megatron_rl.models.rope import Llama3, Rope, Yarn
 from tests.helpers.odd_configs import PASSING, REFUSED, laid_over
+from tests.helpers.tiny import FAMILY_FIELDS
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,
@@ -27,13 +28,18 @@ BASE: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
+def _base(family: str) -> dict[str, Any]:
+    """Entries of a small model; of families with latent attention, all that they need."""
+    if family.startswith("deepseek"):
+        small = {name: value for name, value in BASE.items() if name != "head_dim"}
+        return small | {"num_attention_heads": 4} | FAMILY_FIELDS[family][1]
+    own = BASE | (EXPERTS if family in ("qwen3_moe", "mixtral") else {})
+    return {name: value for name, value in own.items() if name != "moe_intermediate_size" or family == "qwen3_moe"}
+
+
 def write_config(folder: Path, family: str, changes: dict[str, Any]) -> str:
-    name = next(name for name, found in TRAINED.items() if found.fields.model_type == family)
-    fields = BASE | {"architectures": [name], "model_type": family}
-    if TRAINED[name].fields.experts:
-        fields |= EXPERTS
-    if family != "qwen3_moe":
-        del fields["moe_intermediate_size"]
+    name = next(name for name, found in FAMILIES.items() if found.fields.model_type == family)
+    fields = _base(family) | {"architectures": [name], "model_type": family}
     (folder / "config.json").write_text(json.dumps(laid_over(fields, changes)))
     return str(folder)
 
@@ -66,15 +72,12 @@ def test_all_odd_entries_are_named_at_once(tmp_path: Path) -> None:
     assert {fault.key.rpartition(": ")[2] for fault in faults} == set(changes)
 
 
-@pytest.mark.parametrize("family", [found.fields.model_type for found in TRAINED.values()])
+@pytest.mark.parametrize("family", [found.fields.model_type for found in FAMILIES.values()])
 def test_what_transformers_writes_for_a_family_passes(tmp_path: Path, family: str) -> None:
     """Its own defaults, and everything that another version or program notes in them."""
     from transformers import AutoConfig
 
-    own = BASE | (EXPERTS if family in ("qwen3_moe", "mixtral") else {})
-    if family != "qwen3_moe":
-        own = {name: value for name, value in own.items() if name != "moe_intermediate_size"}
-    config = AutoConfig.for_model(family, **own)
+    config = AutoConfig.for_model(family, **_base(family))
     written = json.loads(config.to_json_string(use_diff=False))
     older = {"torch_dtype": "float16", "rope_theta": 1e4, "rope_scaling": None, "output_attentions": False}
     shape, faults = inspect_model(write_config(tmp_path, family, written | older | _named(family)))
@@ -82,7 +85,7 @@ def test_what_transformers_writes_for_a_family_passes(tmp_path: Path, family: st
 
 
 def _named(family: str) -> dict[str, Any]:
-    return {"architectures": [name for name, found in TRAINED.items() if found.fields.model_type == family]}
+    return {"architectures": [name for name, found in FAMILIES.items() if found.fields.model_type == family]}
 
 
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}

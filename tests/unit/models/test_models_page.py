@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.models import TRAINED
+from megatron_rl.models import FAMILIES
 from megatron_rl.models.fields import rope_entries
 from tests.helpers.odd_configs import PASSING
 
@@ -32,11 +32,11 @@ def _kinds_in_tests(model_type: str) -> set[str]:
 
 
 def test_the_page_names_the_families_that_can_be_trained() -> None:
-    assert _kinds_of_the_page().keys() == TRAINED.keys()
+    assert _kinds_of_the_page().keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_page_names_the_kinds_of_rope_that_a_family_computes(name: str) -> None:
-    kinds = {kind.rope_type for kind in TRAINED[name].fields.ropes}
+    kinds = {kind.rope_type for kind in FAMILIES[name].fields.ropes}
     assert _kinds_of_the_page().get(name) == kinds
-    assert kinds <= _kinds_in_tests(TRAINED[name].fields.model_type)
+    assert kinds <= _kinds_in_tests(FAMILIES[name].fields.model_type)

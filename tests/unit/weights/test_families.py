@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +16,10 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import hf_shapes, megatron_params
-from megatron_rl.models.shape import Latent, ModelShape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.weights.safetensors import INDEX_NAME, RandomSource, SafetensorsSource, write_model
+from tests.helpers.oddities import oddities
 from tests.helpers.tiling import check_tiling
-
-LATENT: dict[str, Any] = {
-    "dense_layers": 1,
-    "dense_ffn_size": 32,
-    "shared_ffn_size": 12,
-    "latent": Latent(q_rank=6, kv_rank=5, nope_dim=3, rope_dim=2, value_dim=4),
-}
 
 
 def _shape(
@@ -48,7 +41,7 @@ def _shape(
         initializer_range=0.02,
         num_experts=8 if FAMILIES[architecture].fields.experts else 0,
         num_experts_per_tok=2 if FAMILIES[architecture].fields.experts else 0,
-        **(LATENT if architecture == "DeepseekV3ForCausalLM" else {}),
+        **oddities(architecture, 2, 24),
     )
 
 
