@@ -21,7 +21,9 @@ LAYOUTS = {"dp2": [], "tp2": ["actor.tp=2"]}
 
 
 def command(data: Path, runs: Path, algorithm: str, *more: str) -> list[str]:
-    return settings(data, runs, algorithm, "model.dtype=float32", "trainer.experiment_name=run", *more)
+    # A learning rate that decays to the end of the run would differ in a run of half the steps.
+    own = ["model.dtype=float32", "trainer.experiment_name=run", "actor.optim.lr_scheduler=constant"]
+    return settings(data, runs, algorithm, *own, *more)
 
 
 def trained(starter: Warm | Cold, arguments: list[str], log: Path, code: int = 0) -> str:
