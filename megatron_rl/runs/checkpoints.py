@@ -73,7 +73,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a folder. Raises BrokenCheckpoint with what is wrong with it; checksums of the ranks' files are
     not looked at.
     """
-    content = _json(path / MANIFEST_FILE)
+    content = _json(path / MANIFEST_FILE, _bytes(path / MANIFEST_FILE))
     try:
         marks = {name: FileMark(mark["size"], mark["crc32"]) for name, mark in content.items()}
     except (KeyError, TypeError, AttributeError) as error:
@@ -82,9 +82,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if faults:
         more = f", and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
         raise BrokenCheckpoint(f"{path}: {', '.join(faults[:_MOST_FAULTS])}{more}")
-    if STATE_FILE not in marks or zlib.crc32((path / STATE_FILE).read_bytes()) != marks[STATE_FILE].crc32:
+    text = _bytes(path / STATE_FILE)
+    if STATE_FILE not in marks or zlib.crc32(text) != marks[STATE_FILE].crc32:
         raise BrokenCheckpoint(f"{path}: {STATE_FILE} has another checksum than when it was written")
-    state = _json(path / STATE_FILE)
+    state = _json(path / STATE_FILE, text)
     if state["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: has format {state['format']}, and this version reads {FORMAT} -- use the version that wrote it"
@@ -92,12 +93,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, state["step"], state, marks)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _bytes(path: Path) -> bytes:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_bytes()
     except FileNotFoundError:
         raise BrokenCheckpoint(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path.parent}: {path.name} cannot be read ({error})") from error
+
+
+def _json(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
         raise BrokenCheckpoint(f"{path.parent}: {path.name} cannot be read ({error})") from error
 
 
@@ -248,8 +256,8 @@ class Checkpoints:
         marks[STATE_FILE] = _write(one.folder / STATE_FILE, one.state)
         listed = {name: {"size": mark.size, "crc32": mark.crc32} for name, mark in sorted(marks.items())}
         _write(one.folder / MANIFEST_FILE, listed)
-        for folder in (one.folder, *(path for path in one.folder.rglob("*") if path.is_dir())):
-            sync_folder(folder)
+        # The ranks have synced the folders in it, after their files.
+        sync_folder(one.folder)
         target = one.folder.with_suffix("")
         if target.exists():
             self._remove(target)

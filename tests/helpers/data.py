@@ -37,8 +37,16 @@ def model_folder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def chat_folder(folder: Path, *, merges: tuple[str, ...] = (), template: str = CHATML, **settings: Any) -> Path:
-    """A model folder whose tokenizer writes ChatML, with the given pairs of tokens merged."""
+def chat_folder(
+    folder: Path,
+    *,
+    merges: tuple[str, ...] = (),
+    template: str | list[dict[str, str]] | None = CHATML,
+    **settings: Any,
+) -> Path:
+    """A model folder whose tokenizer writes ChatML, or by another template or several by name, with the given pairs of
+    tokens merged.
+    """
     model_folder(folder, chat_template=template, eos_token="<|im_end|>", pad_token="<|endoftext|>", **settings)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
