@@ -97,6 +97,6 @@ def test_a_models_config_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     cfg = load(tmp_path)
     opened: list[str] = []
     inspect = model.inspect_model
-    monkeypatch.setattr(model, "inspect_model", lambda path, key: (opened.append(path), inspect(path, key))[1])
+    monkeypatch.setattr(model, "inspect_model", lambda path, *args: (opened.append(path), inspect(path, *args))[1])
     assert table.cross_faults(cfg) == []
     assert opened == [cfg.model.path]
