@@ -233,6 +233,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--checkpoint", metavar="PATH", help=about)
     if verb == "export":
         parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not hold other files")
+        about = "with LoRA: write the whole model with its adapter merged in; else the adapter is written"
+        parser.add_argument("--merge", action="store_true", help=about)
     return parser
 
 
@@ -412,7 +414,7 @@ def _eval(resolved: Resolved, options: argparse.Namespace) -> int:
 def _export(resolved: Resolved, options: argparse.Namespace) -> int:
     from megatron_rl.runs import verbs
 
-    verbs.export(resolved.config, out=options.out, checkpoint=options.checkpoint)
+    verbs.export(resolved.config, out=options.out, checkpoint=options.checkpoint, merge=options.merge)
     return 0
 
 

@@ -509,7 +509,8 @@ class SyncReport:
 
     Bytes of engine parameters: aliased (they are the trainer's memory), local (copied within a rank), moved (received
     from other ranks). minimum: the least that had to be received, None where whole tensors were sent. full_gather: what
-    gathering the whole model on every rank would have received. messages: between ranks.
+    gathering the whole model on every rank would have received. messages: between ranks. adapter: of adapters (LoRA),
+    whole, on every rank.
     """
 
     local_bytes: int = 0
@@ -518,6 +519,7 @@ class SyncReport:
     minimum_bytes: int | None = None
     full_gather_bytes: int = 0
     messages: int = 0
+    adapter_bytes: int = 0
     staging_bytes: int = 0
     """Most memory for buckets on one rank."""
     seconds: float = 0.0
@@ -532,6 +534,7 @@ class SyncReport:
             minimum_bytes=None if None in least else sum(size or 0 for size in least),
             full_gather_bytes=self.full_gather_bytes + other.full_gather_bytes,
             messages=self.messages + other.messages,
+            adapter_bytes=self.adapter_bytes + other.adapter_bytes,
             staging_bytes=max(self.staging_bytes, other.staging_bytes),
             seconds=max(self.seconds, other.seconds),
         )
@@ -547,6 +550,8 @@ class SyncReport:
             "sync/staging_bytes": self.staging_bytes,
             "sync/seconds": self.seconds,
         }
+        if self.adapter_bytes:
+            found["sync/adapter_bytes"] = self.adapter_bytes
         if self.minimum_bytes is not None:
             found["sync/minimum_bytes"] = self.minimum_bytes
         return {name: float(value) for name, value in found.items()}

@@ -13,9 +13,11 @@ from megatron_rl.cluster.environment import port_in_use
 from megatron_rl.cluster.surroundings import surroundings_faults
 from megatron_rl.config.checks.checkpoint import CHECKPOINT, CHECKPOINTS
 from megatron_rl.config.checks.folders import nearest_folder, run_folder
+from megatron_rl.config.checks.lora import adapters_of
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import Changes, inspect_model
+from megatron_rl.models.lora import num_adapter_parameters
 from megatron_rl.models.rules import num_parameters
 
 if TYPE_CHECKING:
@@ -129,7 +131,7 @@ def folder_faults(cfg: RunConfig, trains: bool = False) -> list[Fault]:
     if faults:
         return faults
     parent = nearest_folder(Path(cfg.trainer.run_dir))
-    size = 0 if cfg.trainer.save_freq == 0 else save_bytes(cfg.model.path, cfg.model.dtype, cfg.model.override_config)
+    size = 0 if cfg.trainer.save_freq == 0 else _saved_bytes(cfg)
     # The old save stays until the new one is complete.
     need = 2 * size if cfg.trainer.save_freq > 0 else size
     free = shutil.disk_usage(parent).free
@@ -163,11 +165,31 @@ def checkpoints_to_come(cfg: RunConfig) -> int:
 
 def checkpoint_bytes(cfg: RunConfig) -> int:
     """Bytes of one checkpoint: float32 weights and AdamW's two means of each trained model. 0 as for save_bytes."""
-    changes = cfg.model.override_config
-    size = 3 * save_bytes(cfg.model.path, "float32", changes)
+    changes, trained = cfg.model.override_config, trained_numbers(cfg)
+    number_bytes = (
+        save_bytes(cfg.model.path, "float32", changes) if trained is None else trained * DTYPE_BYTES["float32"]
+    )
+    size = 3 * number_bytes
     if cfg.critic.enable and not cfg.critic.share_backbone:
         size += 3 * save_bytes(cfg.critic.path or cfg.model.path, "float32", {} if cfg.critic.path else changes)
     return size
+
+
+def trained_numbers(cfg: RunConfig) -> int | None:
+    """Numbers of the adapters that the actor trains; None without LoRA, or if the model's folder cannot be read."""
+    shape, _ = inspect_model(cfg.model.path, changes=cfg.model.override_config)
+    adapters = None if shape is None else adapters_of(cfg.model.lora, shape)
+    if shape is None or adapters is None:
+        return None
+    return num_adapter_parameters(shape, FAMILIES[shape.architecture], adapters)
+
+
+def _saved_bytes(cfg: RunConfig) -> int:
+    """Bytes of what trainer.save_freq writes of the actor."""
+    trained = trained_numbers(cfg)
+    if trained is None or cfg.model.lora.save == "merged":
+        return save_bytes(cfg.model.path, cfg.model.dtype, cfg.model.override_config)
+    return trained * DTYPE_BYTES[cfg.model.dtype]
 
 
 def save_bytes(model_dir: str, dtype: str, changes: Changes | None = None) -> int:

@@ -128,6 +128,8 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[TableR
         each = f"{cfg.rollout.tp} rank{'s' if cfg.rollout.tp > 1 else ''} each"
         rows.append(TableRow("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))
         reference = cfg.ref.path or "the actor's starting weights"
+        if cfg.model.lora.rank and cfg.ref.path is None:
+            reference = "the actor without its adapters"
         rows.append(
             TableRow(
                 "reference model",

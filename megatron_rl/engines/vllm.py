@@ -80,6 +80,16 @@ def why_refused(keyword: str) -> tuple[str, str] | None:
     )
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that its kernels are made for; an adapter of another rank is padded to the next."""
+
+
+def adapter_arguments(rank: int) -> dict[str, object]:
+    """Keywords of an engine that holds one adapter of a rank."""
+    most = min(one for one in ADAPTER_RANKS if one >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": most}
+
+
 ENGINE = Engine(
     name="vllm",
     implementation="megatron_rl.rollout.vllm_engine:VllmEngine",
@@ -89,7 +99,7 @@ ENGINE = Engine(
     shares_weights=True,
     settings=frozenset(OPTIONAL_SETTINGS),
     refuse_keyword=why_refused,
-    adapter_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
+    adapter_ranks=ADAPTER_RANKS,
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     derives_head_dim=frozenset({"Qwen2ForCausalLM"}),
 )

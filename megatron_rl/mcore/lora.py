@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron_rl.errors import CheckpointError
 from megatron_rl.mcore.build import Model
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.lora import AdaptedLinear, Adapters, adapted_linears, adapter_shapes, bound_counts
+from megatron_rl.models.lora import AdaptedLinear, Adapters, a_name, adapted_linears, adapter_shapes, bound_counts
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import cp_group, dp_rank, pp_group, tp_group
 
@@ -89,6 +89,11 @@ class LoraLinear(torch.nn.Module):
                 of_shards = {"rows": [pair.a], "cols": [pair.b], "none": [pair.a, pair.b]}
                 for param in of_shards[linear.split]:
                     param.sequence_parallel = True  # type: ignore[attr-defined]
+
+    @property
+    def layers(self) -> list[str]:
+        """Hugging Face's names of the layers that have an adapter here."""
+        return list(self._linear.names)
 
     def _pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         return {name: self.get_submodule(name.rpartition(".")[2])() for name in self._linear.names}
@@ -153,7 +158,6 @@ def attach(model: Model, adapters: Adapters, seed: int) -> Model:
     """
     assert not model.value_head, "a value head beside adapters is not offered"
     dropout = Dropout(adapters.dropout, seed)
-    bound: list[str] = []
     for number, chunk in enumerate(model.bare_chunks):
         for param in chunk.parameters():
             param.requires_grad_(False)
@@ -166,8 +170,7 @@ def attach(model: Model, adapters: Adapters, seed: int) -> Model:
             )
             layer.add_module("lora", lora)
             layer.register_forward_hook(_add)
-            bound += linear.names
-    _check_bound(model, adapters, bound)
+    _check_bound(model, adapters)
     return replace(model, adapters=adapters)
 
 
@@ -177,14 +180,11 @@ def _linears(model: Model, adapters: Adapters, stage: int, chunk: int) -> Iterat
     yield from adapted_linears(model.shape, family, adapters, layers=model.layers(stage, chunk), **split)
 
 
-def _check_bound(model: Model, adapters: Adapters, bound: list[str]) -> None:
-    """Raise CheckpointError unless each layer of the table is bound on every rank that has it, and no other."""
+def _check_bound(model: Model, adapters: Adapters) -> None:
+    """Raise CheckpointError unless each layer of the table has its adapter on some rank, and no other has one."""
     expected = bound_counts(adapter_shapes(model.shape, FAMILIES[model.shape.architecture], adapters))
-    everywhere = sorted({name for of_rank in gathered(bound) for name in of_rank})
-    found: dict[str, int] = {}
-    for name in everywhere:
-        leaf = name.rpartition(".")[2]
-        found[leaf] = found.get(leaf, 0) + 1
+    everywhere = {name for of_rank in gathered(bound_layers(model)) for name in of_rank}
+    found = bound_counts([a_name(name) for name in everywhere])
     if found != expected or not found:
         raise CheckpointError(f"adapters are bound to {found}, and the model's table has {expected}")
 
@@ -209,6 +209,11 @@ def _modules(model: Model) -> Iterator[tuple[torch.nn.Parameter, LoraLinear]]:
             lora = module._modules.get("lora")
             if isinstance(lora, LoraLinear):
                 yield module.get_parameter("weight"), lora
+
+
+def bound_layers(model: Model) -> list[str]:
+    """Hugging Face's names of the layers that have an adapter on this rank."""
+    return [name for _, lora in _modules(model) for name in lora.layers]
 
 
 @contextlib.contextmanager

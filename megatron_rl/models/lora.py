@@ -165,6 +165,12 @@ def adapter_shapes(shape: ModelShape, family: Family, adapters: Adapters) -> dic
     return shapes
 
 
+def adapted_weights(shape: ModelShape, family: Family, adapters: Adapters | None) -> frozenset[str]:
+    """The weights that have adapters, by their Hugging Face names."""
+    names = adapter_shapes(shape, family, adapters) if adapters is not None else {}
+    return frozenset(name.removesuffix("lora_A.weight") + "weight" for name in names if name.endswith("lora_A.weight"))
+
+
 def bound_counts(shapes: Collection[str]) -> dict[str, int]:
     """Last part of a layer's name -> how many have an adapter. shapes: names of tensors of adapters."""
     counts: dict[str, int] = {}

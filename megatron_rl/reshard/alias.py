@@ -10,7 +10,7 @@ nothing at all is left to move.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.engines import Engine
@@ -48,8 +48,14 @@ def sharing_off(
     return None
 
 
-def find_sharing(engine: Sequence[LocalParam], trainer: Sequence[LocalParam], off: str | None = None) -> Sharing:
-    """What one process's engine can share with its trainer. off: a reason to share nothing (sharing_off).
+def find_sharing(
+    engine: Sequence[LocalParam],
+    trainer: Sequence[LocalParam],
+    off: str | None = None,
+    merged: Collection[str] = (),
+) -> Sharing:
+    """What one process's engine can share with its trainer. off: a reason to share nothing (sharing_off). merged: HF
+    tensors that the engine has otherwise than the trainer, with adapters in them.
 
     Of trained parameters that hold the same (a tied output matrix beside the embedding), the first is taken. A trained
     parameter is the memory of at most one engine parameter.
@@ -65,6 +71,9 @@ def find_sharing(engine: Sequence[LocalParam], trainer: Sequence[LocalParam], of
     shared: dict[str, str] = {}
     copied: dict[str, str] = {}
     for param in engine:
+        if any(block.hf_name in merged for block in param.blocks):
+            copied[param.name] = "has adapters merged in, which the trainer keeps apart"
+            continue
         source = by_content.pop(_content(param), None)
         if source is not None:
             shared[param.name] = source

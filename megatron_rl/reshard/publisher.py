@@ -59,7 +59,7 @@ class WeightPublisher(Protocol):
         ...
 
 
-def _nothing() -> None:
+def do_nothing() -> None:
     """If nothing may leave the device."""
 
 
@@ -75,7 +75,7 @@ class FullPublisher:
         export: Callable[[], NamedTensors],
         *,
         held_bytes: int = 0,
-        release: Callable[[], None] = _nothing,
+        release: Callable[[], None] = do_nothing,
     ) -> None:
         """export: the trainer's tensors in Hugging Face names, in the engine's dtype; a collective over its ranks.
         held_bytes: the part of these that this rank's shard makes up. release: called once the trainer's weights
@@ -100,10 +100,10 @@ class FullPublisher:
         self._engine.update_weights(watched(), version)
         # All ranks see the same tensors, so all of them raise.
         if not self._watch.look(TensorSet.of(samples))() and expect_change:
-            raise ReshardError(_unchanged(version))
+            raise ReshardError(unchanged(version))
         self._release()
         self._engine.wake()
-        _check_version(self._engine, version)
+        check_version(self._engine, version)
         received = max(0, sum(sizes) - self._held_bytes)
         return SyncReport(
             local_bytes=sum(sizes),
@@ -112,6 +112,18 @@ class FullPublisher:
             staging_bytes=max(sizes),
             seconds=time.perf_counter() - start,
         )
+
+
+class Merger(Protocol):
+    """Adapters that are merged into an engine's weights (adapters.py)."""
+
+    def gather(self) -> Tensors:
+        """The adapters; a collective over the trainer's ranks."""
+        ...
+
+    def merge(self, tensors: Tensors, adapters: Tensors) -> None:
+        """Add them to an engine's parameters."""
+        ...
 
 
 class ReshardPublisher:
@@ -127,13 +139,15 @@ class ReshardPublisher:
         engine: WeightReceiver | None,
         sources: Callable[[], Tensors] | None,
         *,
-        release: Callable[[], None] = _nothing,
+        release: Callable[[], None] = do_nothing,
+        merger: Merger | None = None,
     ) -> None:
-        """engine: None on a rank that only trains. sources: this rank's trained parameters by the plan's names, None on
-        one that only generates. release: called once the trainer's weights may leave the device.
+        """engine: None on a rank that only trains. sources: this rank's parameters by the plan's names, None on one
+        that only generates. release: called once the trainer's weights may leave the device. merger: what trains beside
+        the parameters, and is added to the engine's, none of which it may share then.
         """
         self._transfer, self._engine, self._sources = transfer, engine, sources
-        self._release = release
+        self._release, self._merger = release, merger
         self._watch = PayloadWatch()
 
     def publish(self, version: int, *, expect_change: bool) -> SyncReport:
@@ -144,7 +158,8 @@ class ReshardPublisher:
         faults: list[str] = []
         sources = TensorSet.of(self._sources() if self._sources is not None else {})
         targets = TensorSet.of({})
-        changed = self._watch.look(sources)
+        adapters = self._merger.gather() if self._merger is not None else dict[str, torch.Tensor]()
+        changed = self._watch.look(TensorSet.of(adapters) if self._merger is not None else sources)
         try:
             if engine is not None:
                 engine.begin_update()
@@ -159,8 +174,10 @@ class ReshardPublisher:
         statuses = transfer.group.agree(phase, key, flag=has_changed, fault=first_of(faults, _SHOWN, "; "))
         _require_consensus(statuses, phase)
         if expect_change and not any(status.flag for status in statuses):
-            raise ReshardError(_unchanged(version))
+            raise ReshardError(unchanged(version))
         moved = transfer.run(sources, targets, phase)
+        if self._merger is not None and engine is not None:
+            self._merger.merge(targets.tensors, adapters)
         if engine is not None:
             engine.end_update(version)
         self._release()
@@ -168,7 +185,7 @@ class ReshardPublisher:
             engine.wake()
         transfer.wait(targets)
         if engine is not None:
-            _check_version(engine, version)
+            check_version(engine, version)
         planned = transfer.planned()
         return SyncReport(
             local_bytes=moved.local,
@@ -178,6 +195,7 @@ class ReshardPublisher:
             full_gather_bytes=planned.full_gather,
             messages=moved.messages,
             staging_bytes=moved.staging,
+            adapter_bytes=sum(tensor.nbytes for tensor in adapters.values()),
             seconds=time.perf_counter() - start,
         )
 
@@ -264,13 +282,13 @@ def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _unchanged(version: int) -> str:
+def unchanged(version: int) -> str:
     return (
         f"weights of version {version} equal those published before, though the optimizer made an update with a "
         "gradient; the learning rate is too small for the weights' precision, or the update is lost"
     )
 
 
-def _check_version(engine: WeightReceiver, version: int) -> None:
+def check_version(engine: WeightReceiver, version: int) -> None:
     if engine.weight_version != version:
         raise ReshardError(f"the engine holds version {engine.weight_version} after a publish of {version}")

@@ -13,6 +13,7 @@ import torch
 from megatron_rl.engines import ENGINES, PATH_FORM, Engine, engine_of
 from megatron_rl.errors import Fault, RolloutError
 from megatron_rl.messages import first_of
+from megatron_rl.models.lora import Adapters
 from megatron_rl.types import Samples
 
 
@@ -62,6 +63,8 @@ class EngineSettings:
     needs_text: bool
     """Whether stop texts are used, which need the tokenizer inside the engine."""
     engine_kwargs: dict[str, object] = field(default_factory=dict)
+    adapters: Adapters | None = None
+    """Adapters (LoRA) that the engine holds beside its weights."""
     ranks: tuple[int, ...] = ()
     """Ranks of the default process group that share the engine, in tensor-parallel order; all of them build it, and get
     the same calls. Empty: this rank alone."""

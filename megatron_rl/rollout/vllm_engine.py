@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_rl.data.tokenizer import prepared_folder
-from megatron_rl.engines.vllm import why_refused
+from megatron_rl.engines.vllm import adapter_arguments, why_refused
 from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
@@ -115,6 +115,8 @@ class VllmEngine:
         self._version = -1
         self._asleep = False
         self._calls = 0
+        self._adapter: Any = None
+        self._holds_weights = False
         vllm = _import_vllm()
         self._sampling_params = vllm.SamplingParams
         self._on_cpu = settings.device == "cpu"
@@ -187,6 +189,8 @@ class VllmEngine:
             "seed": settings.seed,
             "disable_log_stats": True,
         }
+        if settings.adapters is not None:
+            arguments |= adapter_arguments(settings.adapters.rank)
         if ranks:
             arguments["tensor_parallel_size"] = len(ranks)
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -226,7 +230,7 @@ class VllmEngine:
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
         params = [self._params(sampling, request.seed) for request in requests]
         with self._stream():
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         completions = [completion for output in outputs for completion in output.outputs]
         return self._samples(completions)
 
@@ -298,6 +302,25 @@ class VllmEngine:
         self._loaded.repack(self._llm.llm_engine.vllm_config)
         if not self._on_cpu:
             self._loaded.plain.clear()
+        self._holds_weights = True
+        self._now_holds(version)
+
+    @property
+    def holds_weights(self) -> bool:
+        """See reshard.adapters.AdapterReceiver."""
+        return self._holds_weights
+
+    def load_adapter(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """See reshard.adapters.AdapterReceiver. vLLM reads adapters from files: here, of memory where the machine has
+        such a place.
+        """
+        from megatron_rl.rollout.vllm_adapters import load_adapter
+
+        adapters = self._settings.adapters
+        assert adapters is not None, "an engine without adapters"
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._adapter = load_adapter(self._llm.llm_engine, tensors, adapters)
         self._now_holds(version)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -338,10 +361,12 @@ class VllmEngine:
             raise RolloutError("vLLM did not clear its prefix cache; its entries are of older weights")
 
     def sleep(self) -> None:
-        """Free the KV cache and the weights (the trainer's come back with the next update). No effect on CPU."""
+        """Free the KV cache and the weights (the trainer's come back with the next update; beside adapters they are
+        kept on the host, since they are not sent again). No effect on CPU.
+        """
         if self._can_sleep and not self._asleep:
             self.reset_prefix_cache()
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=2 if self._settings.adapters is None else 1)
             self._asleep = True
 
     def wake(self) -> None:

@@ -133,9 +133,13 @@ class LoadedModel:
             assert self.model is not None
             rearranged = self.plain_shapes()
             held = {name: vars(module)["_parameters"] for name, module in self.model.named_modules()}
-            names = [name for name, _ in self.model.named_parameters() if name in self.loaded_names]
-            names = [name for name in names if name not in rearranged and name not in self.constants]
-            self._found = [(name, held[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+            names = [name for name, _ in self.model.named_parameters() if _plain_name(name) in self.loaded_names]
+            odd = rearranged.keys() | self.constants
+            self._found = [
+                (_plain_name(name), held[name.rpartition(".")[0]], name.rpartition(".")[2])
+                for name in names
+                if _plain_name(name) not in odd
+            ]
         return self._found
 
     @torch.no_grad()
@@ -144,13 +148,19 @@ class LoadedModel:
         if not self.packed and not self.derived:
             return
         assert self.model is not None
-        modules: dict[str, Any] = dict(self.model.named_modules())
+        # A layer comes after what is wrapped around it, and so is the one of the two that stays.
+        modules: dict[str, Any] = {_plain_name(name): module for name, module in self.model.named_modules()}
         with set_current_vllm_config(vllm_config):
             for place, marks in self.packed.items():
                 _repack(modules[place], {name: self.plain[f"{place}.{name}"] for name in marks})
             for place in self.derived:
                 # In place, from parameters of other modules: CUDA graphs hold the addresses.
                 modules[place].process_weights_after_loading(vllm_config.model_config.dtype)
+
+
+def _plain_name(name: str) -> str:
+    """A name as it was before vLLM wrapped layers for adapters."""
+    return name.replace(".base_layer", "")
 
 
 def _repack(module: nn.Module, plain: Mapping[str, torch.Tensor]) -> None:

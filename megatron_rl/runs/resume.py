@@ -17,7 +17,10 @@ from megatron_rl.errors import BrokenCheckpoint, CheckpointError, ConfigError, F
 from megatron_rl.observe.sinks import METRICS_FILE, row_of
 from megatron_rl.runs.checkpoints import Checkpoint, Newest, newest, read_checkpoint
 from megatron_rl.runs.folder import holds_run, numbered
+from megatron_rl.weights.base_digest import weights_digest
 
+BASE = "base"
+"""What state.json calls the digest of the weights beside adapters."""
 VALIDATED = "time/validate"
 """The metric that a row has once its validation is over."""
 
@@ -70,7 +73,19 @@ def config_facts(cfg: RunConfig) -> dict[str, Any]:
     tree, actor = to_dict(cfg), cfg.actor
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
     layout = {"world": cfg.world_size, "tp": actor.tp, "pp": actor.pp, "cp": actor.cp, "ep": actor.ep}
-    return {"config": tree, "config_sha256": digest, "layout": layout}
+    facts = {"config": tree, "config_sha256": digest, "layout": layout}
+    # A checkpoint with LoRA holds adapters alone.
+    return facts | ({BASE: weights_digest(cfg.model.path)} if cfg.model.lora.rank else {})
+
+
+def base_faults(cfg: RunConfig, checkpoint: Checkpoint) -> list[Fault]:
+    """A fault if the checkpoint's adapters were trained beside other weights than those of model.path now."""
+    before = checkpoint.state.get(BASE)
+    if before is None or before == weights_digest(cfg.model.path) or "model.path" in cfg.trainer.resume_changes:
+        return []
+    reason = f"the adapters of {checkpoint.path} were trained beside other weights than the folder holds now"
+    cure = "put those back, or add model.path to trainer.resume_changes"
+    return [Fault("model.path", cfg.model.path, reason, cure)]
 
 
 def step_facts(run_state: Mapping[str, Any], row: Row) -> dict[str, Any]:
@@ -163,7 +178,7 @@ def _newest_at(path: Path, broken: Mapping[Path, str]) -> Newest:
 def _compared(cfg: RunConfig, checkpoint: Checkpoint) -> list[Difference]:
     """What differs from the checkpoint's config. ConfigError if something may not."""
     unlike = differences(checkpoint.state["config"], cfg)
-    faults = refused(unlike, cfg.trainer.resume_changes)
+    faults = [*refused(unlike, cfg.trainer.resume_changes), *base_faults(cfg, checkpoint)]
     if faults:
         where = f"{checkpoint.path} would be gone on from (trainer.resume_mode=disable does not)"
         first = replace(faults[0], reason=f"{faults[0].reason}; {where}")

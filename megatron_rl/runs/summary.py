@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from megatron_rl.config.checks.lora import adapters_of
+from megatron_rl.config.run import RunConfig
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
+from megatron_rl.models.lora import a_name, adapter_shapes, bound_counts, num_adapter_parameters
+from megatron_rl.models.rules import num_parameters
 from megatron_rl.trainers.parts import Counted
+
+
+def adapter_lines(cfg: RunConfig, bound: Collection[str]) -> list[str]:
+    """What trains with LoRA, and what that saves. bound: layers that have an adapter, by Hugging Face's names."""
+    lora = cfg.model.lora
+    shape = read_model_shape(cfg.model.path, changes=cfg.model.override_config)
+    family, adapters = FAMILIES[shape.architecture], adapters_of(lora, shape)
+    assert adapters is not None
+    expected = bound_counts(adapter_shapes(shape, family, adapters))
+    counts = bound_counts([a_name(name) for name in bound])
+    each = ", ".join(f"{name} {count}" for name, count in counts.items())
+    trained, whole = num_adapter_parameters(shape, family, adapters), num_parameters(shape, family)
+    # AdamW's two means, and masters where the weights are of half precision.
+    size = 8 if cfg.model.dtype == "float32" else 12
+    lines = [
+        f"LoRA of rank {lora.rank}, scale {adapters.scale:g}: {len(bound)} of {sum(expected.values())} layers have an "
+        f"adapter ({each})",
+        f"LoRA: {trained:,} numbers train beside {whole:,}; optimizer state {trained * size / 2**20:,.1f} MiB over all "
+        f"ranks in place of {whole * size / 2**20:,.1f}",
+    ]
+    if lora.path is not None and cfg.needs_reference and cfg.ref.path is None:
+        lines.append(
+            "LoRA: the reference is the model without adapters, and not what training begins with (model.lora.path); "
+            "for that, export --merge and begin from the merged model"
+        )
+    return lines
 
 
 def summary_lines(

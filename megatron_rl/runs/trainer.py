@@ -16,13 +16,13 @@ from megatron_rl.runs.closing import failure_of
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.metrics import Metrics, StepSummary, readers, time_metrics, wall_seconds
 from megatron_rl.runs.state import Stateful, stateful_parts
-from megatron_rl.runs.summary import summary_lines
+from megatron_rl.runs.summary import adapter_lines, summary_lines
 from megatron_rl.runs.validation import SampleRow, Validation, validate
 from megatron_rl.trainers import TRAINERS
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.trainers.placement import Workers, start_workers
 from megatron_rl.types import FileMark
-from megatron_rl.workers.records import Role
+from megatron_rl.workers.records import Role, SavedForm
 from megatron_rl.workers.train import TrainWorker
 
 SEAM = ("rollouts", "greedy")
@@ -166,7 +166,11 @@ class Trainer:
         if self.cfg.needs.rewards:
             sets = self.parts.prompts.sets
             notes = {name: self.parts.rewards.notes(prompts.items) for name, prompts in sets.items()}
-        return [*summary_lines(self.parts.data.sets, self.cfg.data.mix_weights, notes), *self._notes]
+        lines = summary_lines(self.parts.data.sets, self.cfg.data.mix_weights, notes)
+        if self.cfg.model.lora.rank:
+            of_ranks = self.parts.models.group.all(TrainWorker.bound_layers, "actor")
+            lines += adapter_lines(self.cfg, sorted({name for of_rank in of_ranks for name in of_rank}))
+        return [*lines, *self._notes]
 
     def validate(self, step: int) -> Validation:
         """Every validation row once (contract R4)."""
@@ -177,9 +181,11 @@ class Trainer:
         return stateful_parts(self.parts)
 
     def save(self, path: str) -> None:
-        """The actor in Hugging Face form, and a critic beside it, in a folder `critic`."""
+        """The actor in Hugging Face form (its adapters in PEFT's: model.lora.save), and a critic beside it, in a folder
+        `critic`.
+        """
         group = self.parts.models.group
-        group.rank0(TrainWorker.save, "actor", path)
+        group.rank0(TrainWorker.save, "actor", path, saved_form(self.cfg))
         if self.cfg.needs.critic:
             role: Role = "actor" if self.cfg.critic.share_backbone else "critic"
             group.rank0(TrainWorker.save, role, str(Path(path).with_name("critic")), "value_model")
@@ -207,6 +213,12 @@ class Trainer:
 
     def _busy_seconds(self) -> float:
         return 0.0 if self._workers is None else self._workers.busy_seconds
+
+
+def saved_form(cfg: RunConfig) -> SavedForm:
+    """What a run writes of its actor."""
+    lora = cfg.model.lora
+    return "adapter" if lora.rank and lora.save == "adapter" else "language_model"
 
 
 def load_models(group: WorkerGroup, checkpoint: Checkpoint) -> list[str]:

@@ -27,8 +27,9 @@ from megatron_rl.runs.closing import closing
 from megatron_rl.runs.files import RECORD_FILE
 from megatron_rl.runs.loop import synchronous
 from megatron_rl.runs.loop_async import asynchronous
-from megatron_rl.runs.resume import checkpoint_at
-from megatron_rl.runs.trainer import Trainer, load_models
+from megatron_rl.runs.checkpoints import Checkpoint
+from megatron_rl.runs.resume import base_faults, checkpoint_at
+from megatron_rl.runs.trainer import Trainer, load_models, saved_form
 from megatron_rl.trainers.placement import start_workers
 from megatron_rl.workers.train import TrainWorker
 
@@ -52,7 +53,7 @@ def evaluate(cfg: RunConfig, out: str | None = None, checkpoint: str | None = No
     folder: <run folder>-eval where it is not given, or the first of <run folder>-eval-2, -3 ... that is not there.
     Prints and returns the metrics. Raises CheckpointError if `out` holds files.
     """
-    saved = None if checkpoint is None else checkpoint_at(checkpoint)
+    saved = None if checkpoint is None else _checkpoint_for(cfg, checkpoint)
     folder = _free_folder(f"{cfg.trainer.run_dir}-eval") if out is None else new_folder(out)
     cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
     preflight(cfg, needs_rollout=cfg.needs.rollouts)
@@ -102,19 +103,32 @@ def new_folder(path: str) -> Path:
     return Path(path)
 
 
+def _checkpoint_for(cfg: RunConfig, path: str) -> Checkpoint:
+    """The checkpoint at a path. Raises ConfigError if it has adapters of other weights than model.path's."""
+    checkpoint = checkpoint_at(path)
+    if faults := base_faults(cfg, checkpoint):
+        raise ConfigError(faults)
+    return checkpoint
+
+
 def _free_folder(path: str) -> Path:
     names = chain([path], (f"{path}-{number}" for number in count(2)))
     return next(folder for folder in map(Path, names) if not folder.exists())
 
 
-def export(cfg: RunConfig, out: str, checkpoint: str | None = None) -> None:
-    """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`.
+def export(cfg: RunConfig, out: str, checkpoint: str | None = None, merge: bool = False) -> None:
+    """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`; with LoRA, its adapter in
+    PEFT's form.
 
-    checkpoint: the model of that checkpoint, or of the newest one of that run, in place of model.path's weights.
+    checkpoint: the model of that checkpoint, or of the newest one of that run, in place of model.path's weights. merge:
+    write the whole model, with its adapter merged in.
     Raises CheckpointError where `out` holds other files, or cannot be made: an export never mixes with what was there.
     """
+    if merge and not cfg.model.lora.rank:
+        reason = "there is no adapter to merge"
+        raise ConfigError([Fault("model.lora.rank", 0, reason, "leave --merge out, or set it and model.lora.path")])
     folder = new_folder(out)
-    saved = None if checkpoint is None else checkpoint_at(checkpoint)
+    saved = None if checkpoint is None else _checkpoint_for(cfg, checkpoint)
     preflight(cfg, needs_rollout=False)
     require_weights(cfg, needs_rewards=False)
     progress = Progress()
@@ -126,4 +140,4 @@ def export(cfg: RunConfig, out: str, checkpoint: str | None = None) -> None:
                 load_models(workers.train, saved)
         with progress.phase(f"write {out}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            workers.train.rank0(TrainWorker.save, "actor", out)
+            workers.train.rank0(TrainWorker.save, "actor", out, "language_model" if merge else saved_form(cfg))

@@ -11,6 +11,7 @@ from megatron_rl.cluster.dispatch import RankGrid, Replicas
 from megatron_rl.cluster.nodecheck_run import node_check
 from megatron_rl.cluster.resources import Device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
+from megatron_rl.config.checks.lora import adapters_of
 from megatron_rl.config.run import RunConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_critic_shape, read_model_shape
@@ -101,7 +102,7 @@ def role_plans(
     """
     changes, actor = cfg.model.override_config, cfg.actor_training
     shape = read_model_shape(cfg.model.path, changes=changes)
-    random = cfg.model.init == "random"
+    random, adapters = cfg.model.init == "random", adapters_of(cfg.model.lora, shape)
     with_critic = critic_optimizer_steps is not None
     roles: dict[Role, RolePlan] = {
         "actor": RolePlan(
@@ -114,11 +115,16 @@ def role_plans(
             training=actor,
             optimizer_steps=max(optimizer_steps, 1),
             offloaded=actor.offloaded if offload else (),
+            adapters=adapters,
+            adapters_from=cfg.model.lora.path,
         )
     }
     if cfg.needs_reference:
         own = cfg.ref.path
-        roles["reference"] = RolePlan(shape, actor.parallel, own or cfg.model.path, random and own is None, changes)
+        base_of: Role | None = "actor" if adapters is not None and own is None else None
+        weights = own or cfg.model.path
+        drawn = random and own is None
+        roles["reference"] = RolePlan(shape, actor.parallel, weights, drawn, changes, base_of=base_of)
     if with_critic and not cfg.critic.share_backbone:
         critic, own = cfg.critic_training, cfg.critic.path
         critic_shape, stored_head = read_critic_shape(own or cfg.model.path, {} if own else changes)

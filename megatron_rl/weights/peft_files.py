@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +18,8 @@ from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.lora import Adapters
 from megatron_rl.models.peft_config import CONFIG_NAME, WEIGHTS_NAME, adapter_config
-from megatron_rl.weights.safetensors import opened
+from megatron_rl.weights.companions import open_to_umask
+from megatron_rl.weights.safetensors import opened, replace_folder
 
 PREFIX = "base_model.model."
 """What PEFT's names of tensors begin with."""
@@ -98,3 +101,22 @@ def write_adapter_files(
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the adapter could not be written ({error})") from error
+
+
+def write_adapter(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], adapters: Adapters, base: str) -> None:
+    """A folder of an adapter, which takes its place once it is whole: an earlier save stays as it was until then.
+    Raises CheckpointError.
+    """
+    mark = uuid.uuid4().hex[:8]
+    staging = path.with_name(f".{path.name}.{mark}.writing")
+    try:
+        staging.mkdir(parents=True)
+        write_adapter_files(staging, tensors, adapters, base)
+        open_to_umask(staging)
+        replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError):
+            text = f"{path}: could not be written ({error}); an earlier save there is intact"
+            raise CheckpointError(text) from error
+        raise

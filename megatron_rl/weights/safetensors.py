@@ -240,7 +240,7 @@ def write_model(
         SafetensorsSource(staging).check(written)
         if verify is not None:
             _verified(staging, verify)
-        _replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
+        replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
     except _UnverifiedError:
         raise
     except BaseException as error:
@@ -303,7 +303,7 @@ def _write_shards(
     return shapes
 
 
-def _replace_folder(staging: Path, path: Path, old: Path) -> None:
+def replace_folder(staging: Path, path: Path, old: Path) -> None:
     """Move `staging` to `path` after a sync to disk: some disks report only then that they are full."""
     for file in filter(Path.is_file, staging.rglob("*")):
         with file.open("rb") as handle:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from megatron_rl.config.checks.lora import adapters_of
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.render import Renderer
 from megatron_rl.errors import ReshardError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import live_params
+from megatron_rl.models.lora import adapted_weights
 from megatron_rl.models.rules import constants
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.p2p import P2PGroup
 from megatron_rl.parallel.topology import topology_of
+from megatron_rl.reshard.adapters import AdapterPublisher, AdapterReceiver, Merging
 from megatron_rl.reshard.alias import Sharing, find_sharing, sharing_off
 from megatron_rl.reshard.execute import Transfer
 from megatron_rl.reshard.plan import make_plan
@@ -109,6 +112,7 @@ def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: Engi
         seed=cfg.trainer.seed * 1000003 + number,
         needs_text=bool(rollout.stop),
         engine_kwargs=dict(rollout.engine_kwargs),
+        adapters=adapters_of(cfg.model.lora, shape) if cfg.model.lora.sync == "adapter" else None,
         ranks=layout.ranks[number * layout.tp : (number + 1) * layout.tp],
     )
 
@@ -142,7 +146,10 @@ def start_engine(
     # The model's own tensors: a value head, which the actor may have as well, is none of the engine's.
     topology = topology_of(model.parallel, len(layout.ranks))
     trainers = trainer_shards(shape, family, topology, model.parallel.stages(shape.num_layers))
-    sharing = find_sharing(by_rank[rank], trainers[rank].params, _off(cfg, settings))
+    adapters = model.adapters
+    merges = adapters is not None and settings.adapters is None
+    merged = adapted_weights(shape, family, adapters) if merges else frozenset[str]()
+    sharing = find_sharing(by_rank[rank], trainers[rank].params, _off(cfg, settings), merged)
     _report(sharing)
 
     params = shards.parameters(model)
@@ -157,6 +164,7 @@ def start_engine(
     if constants(shape, family):
         # All ranks come: each has those of its own layers.
         engine.hold(constant_values(model))
+    engine_side = live_params(by_rank[rank], engine.shapes())
     transfer = Transfer(
         make_plan(
             trainers,
@@ -166,7 +174,7 @@ def start_engine(
         ),
         P2PGroup(timeout_s=cfg.cluster.step_timeout_s),
         trainers[rank].params,
-        live_params(by_rank[rank], engine.shapes()),
+        engine_side,
         trainer_dtype=DTYPES[cfg.model.dtype],
         engine_dtype=DTYPES[settings.dtype],
         cap_bytes=cfg.rollout.sync_bucket_mb << 20,
@@ -177,7 +185,24 @@ def start_engine(
         model.complete_params()
         return held()
 
-    return engine, ReshardPublisher(transfer, engine, sources, release=lambda: memory.enter("generate"))
+    def release() -> None:
+        memory.enter("generate")
+
+    merger = Merging(actor.adapters, engine_side, adapters.scale) if adapters is not None and merges else None
+    if adapters is None or merges:
+        return engine, ReshardPublisher(transfer, engine, sources, release=release, merger=merger)
+    weights = ReshardPublisher(transfer, engine, sources)
+    return engine, _adapter_publisher(weights, engine, actor, release)
+
+
+def _adapter_publisher(
+    weights: WeightPublisher, engine: RolloutEngine, actor: TrainedModel, release: Callable[[], None]
+) -> AdapterPublisher:
+    trained = (param for chunk in actor.model.bare_chunks for param in chunk.parameters() if param.requires_grad)
+    held_bytes = sum(param.nbytes for param in trained)
+    # Its record says that it takes adapters (engines.Engine.takes_adapters).
+    receiver = cast("AdapterReceiver", engine)
+    return AdapterPublisher(weights, receiver, actor.adapters, held_bytes=held_bytes, release=release)
 
 
 def check_part(part: EnginePart | None, layout: EngineLayout, rank: int) -> None:

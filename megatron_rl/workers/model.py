@@ -15,10 +15,12 @@ from megatron_rl.mcore.checkpoint import SavedState
 from megatron_rl.mcore.convert import export_hf, lm_head_shapes, load_hf
 from megatron_rl.mcore.finite import refuse_bad_weights
 from megatron_rl.mcore.heads import columns_reader
+from megatron_rl.mcore.lora import attach, merged_values, without_adapters
 from megatron_rl.mcore.offload import Offload
 from megatron_rl.mcore.step import forward_columns, optimizer_step
 from megatron_rl.types import StepReport, TrainBatch
 from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource
+from megatron_rl.weights.peft_files import AdapterFile, NewAdapters
 from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource, WeightSource
 from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.records import Read, RolePlan, SavedForm
@@ -42,6 +44,11 @@ def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device) -> Model:
         return source
 
     load_hf(model, open_source)
+    if plan.adapters is None:
+        return model
+    model = attach(model, plan.adapters, cfg.trainer.seed)
+    folder = plan.adapters_from
+    load_hf(model, lambda: NewAdapters(cfg.trainer.seed) if folder is None else AdapterFile(folder), "adapters")
     return model
 
 
@@ -71,6 +78,18 @@ class FrozenModel:
     def forward(self, read: Read, micros: Sequence[TrainBatch]) -> list[dict[str, torch.Tensor]]:
         """See read_columns. A collective over the ranks that share the model."""
         return read_columns(self.model, read, micros)
+
+
+class BaseModel:
+    """A trained model with its adapters switched off: what they were added to."""
+
+    def __init__(self, trained: TrainedModel) -> None:
+        self.model = trained.model
+
+    def forward(self, read: Read, micros: Sequence[TrainBatch]) -> list[dict[str, torch.Tensor]]:
+        """See read_columns. A collective over the ranks that share the model."""
+        with without_adapters(self.model):
+            return read_columns(self.model, read, micros)
 
 
 class TrainedModel:
@@ -104,11 +123,18 @@ class TrainedModel:
     def export(
         self, form: SavedForm = "language_model", dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors in Hugging Face names, without the head that the form does not have. A collective over all
-        ranks; see mcore.convert.export_hf.
+        """Whole tensors in Hugging Face names, without the head that the form does not have, and with adapters merged
+        in; or the adapters alone. A collective over all ranks; see mcore.convert.export_hf.
         """
+        if form == "adapter":
+            return export_hf(self.model, dtype, part="adapters")
         dropped = frozenset(VALUE_HEAD if form == "language_model" else lm_head_shapes(self.model.shape))
-        return ((name, tensor) for name, tensor in export_hf(self.model, dtype) if name not in dropped)
+        tensors = export_hf(self.model, dtype, merged_values(self.model))
+        return ((name, tensor) for name, tensor in tensors if name not in dropped)
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """The adapters, whole, by Hugging Face's names, on every rank; empty if there are none. As export."""
+        return dict(self.export("adapter")) if self.model.adapters is not None else {}
 
     def refuse_bad_weights(self, what: str, consequence: str, limit: float) -> None:
         """See mcore.finite.refuse_bad_weights; the weights must be on the device."""

@@ -12,13 +12,15 @@ import torch
 from megatron_rl.config.run import TrainingConfig
 from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.models.config_json import HeadKind
+from megatron_rl.models.lora import Adapters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import OffloadReport, StepReport
 
 Role = Literal["actor", "critic", "reference"]
 """What a model is for in a run; a TrainWorker holds its models by role."""
-SavedForm = Literal["language_model", "value_model"]
-"""value_model: a token classifier with one label, which is what a critic is to transformers."""
+SavedForm = Literal["language_model", "value_model", "adapter"]
+"""value_model: a token classifier with one label, which is what a critic is to transformers. adapter: what PEFT loads
+beside the model; a language_model has its adapters merged in."""
 ModelColumn = Literal["logprobs", "entropy", "greedy", "values"]
 """What a forward pass can give of each token (mcore.heads.READERS)."""
 
@@ -45,6 +47,12 @@ class RolePlan:
     """Steps of the whole run, for the decay of the learning rate."""
     offloaded: tuple[str, ...] = ()
     """What of it leaves the device when a phase says so: params, grads, optimizer."""
+    adapters: Adapters | None = None
+    """What is trained beside the weights, and not these."""
+    adapters_from: str | None = None
+    """Folder of the adapters to begin from; None begins with new ones."""
+    base_of: Role | None = None
+    """The model is that of this role with its adapters switched off, and has no memory of its own."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron_rl.workers.records import ModelColumn, Read, Role, RolePlan, Saved
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.checkpoint import SavedState
-    from megatron_rl.workers.model import FrozenModel, TrainedModel
+    from megatron_rl.workers.model import BaseModel, FrozenModel, TrainedModel
 
 
 class TrainWorker:
@@ -53,7 +53,7 @@ class TrainWorker:
         # Megatron's modules are imported after the shim and after the environment is set.
         from megatron_rl.parallel import groups
         from megatron_rl.workers.checkpoint import StateFiles
-        from megatron_rl.workers.model import build_frozen, build_trained
+        from megatron_rl.workers.model import BaseModel, build_frozen, build_trained
 
         layout = plan.roles["actor"].parallel
         # Later than the controller's deadline, which names the ranks that others wait for.
@@ -65,8 +65,11 @@ class TrainWorker:
         self.batch = BatchWorker(cfg, adder(groups.dp_group()), has_columns=groups.ends_pipeline())
         self._state = StateFiles(rank, world, layout)
         self.trained: dict[Role, TrainedModel] = {}
-        self.frozen: dict[Role, FrozenModel] = {}
+        self.frozen: dict[Role, FrozenModel | BaseModel] = {}
         for role, of_role in plan.roles.items():
+            if of_role.base_of is not None:
+                self.frozen[role] = BaseModel(self.trained[of_role.base_of])
+                continue
             if of_role.training is None:
                 self.frozen[role] = build_frozen(of_role, cfg, device)
                 continue
@@ -87,7 +90,8 @@ class TrainWorker:
         model = self.trained.get(role) or self.frozen.get(role)
         if model is None:
             raise self._no_role(role)
-        self.enter("forward", role)
+        # A model without memory of its own is in that of the role whose adapters it leaves out.
+        self.enter("forward", self._plan.roles[role].base_of or role)
         found = model.forward(read, self.batch.micros(micros))
         self.enter("between")
         for name, column in into.items():
@@ -114,8 +118,15 @@ class TrainWorker:
             self.batch.write(into, micros, found)
         return UpdateResult(report, model.memory.take())
 
+    def bound_layers(self, role: Role) -> list[str]:
+        """Hugging Face's names of the layers that have an adapter on this rank."""
+        from megatron_rl.mcore.lora import bound_layers
+
+        return bound_layers(self._trained(role).model)
+
     def save(self, role: Role, path: str, form: SavedForm = "language_model") -> str:
-        """A role's model as a Hugging Face folder at `path`, written by rank 0 from tensors of all ranks.
+        """A role's model as a Hugging Face folder at `path`, or its adapters as PEFT's. Rank 0 writes what all ranks
+        have.
 
         Weights that are not finite are not saved: NonFiniteError on all ranks, and an earlier save stays as it is.
         """
@@ -167,11 +178,18 @@ class TrainWorker:
 
     def _write(self, path: Path, tensors: Iterator[tuple[str, torch.Tensor]], plan: RolePlan, form: SavedForm) -> None:
         """Rank 0 writes a folder from an export that all ranks take part in."""
+        from megatron_rl.weights.peft_files import write_adapter
         from megatron_rl.weights.safetensors import write_model
         from megatron_rl.workers.saved import check_saved, run_renderer
 
         failure: MegatronRLError | None = None
-        if self._rank == 0:
+        if self._rank == 0 and form == "adapter":
+            assert plan.adapters is not None
+            try:
+                write_adapter(path, tensors, plan.adapters, plan.weights)
+            except MegatronRLError as error:
+                failure = error
+        elif self._rank == 0:
             model = self._cfg.model
             head = token_classifier_config(plan.shape) if form == "value_model" else {}
             try:

@@ -23,6 +23,7 @@ CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
 NAME = re.compile(r"([a-z]+)-([a-z0-9.-]+)-(\d+)n(\d+)g(-[a-z0-9.-]+)?\.yaml")
 CLUSTER = {
     "grpo-qwen2.5-7b-1n8g.yaml": ("Qwen2.5-7B-Instruct", "qwen2.5/7b"),
+    "grpo-qwen2.5-7b-1n2g-lora.yaml": ("Qwen2.5-7B-Instruct", "qwen2.5/7b"),
     "grpo-qwen2.5-32b-2n8g.yaml": ("Qwen2.5-32B-Instruct", "qwen2.5/32b"),
     "grpo-qwen3-30b-a3b-8n8g.yaml": ("Qwen3-30B-A3B", "qwen3/30b-a3b"),
     "grpo-qwen3-235b-a22b-64n8g.yaml": ("Qwen3-235B-A22B", "qwen3/235b-a22b"),

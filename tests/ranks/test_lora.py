@@ -164,3 +164,65 @@ def test_merged_peft_and_switched_off(folder: str, tmp_path: Path, layout: dict[
 def _of_transformers(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return hf_logprobs(model, random_batch(0, LENGTHS, 128), 1.0)[0]
+
+
+def _one_layer_fewer(rank: int, world: int, folder: str) -> str:
+    from megatron_rl.errors import CheckpointError
+    from megatron_rl.mcore import cpu
+
+    cpu.install()
+    from megatron_rl.mcore import lora
+
+    every = lora.adapted_linears
+    lora.adapted_linears = lambda *args, **kwargs: list(every(*args, **kwargs))[1:]  # type: ignore[assignment]
+    with pytest.raises(CheckpointError) as caught:
+        build(folder, make_actor(), world, adapters=adapters(SOME))
+    return str(caught.value)
+
+
+def test_w10_a_layer_without_its_adapter_is_seen(folder: str) -> None:
+    (found,) = run_ranks(1, _one_layer_fewer, folder)
+    assert "'q_proj': 3" in found and "'q_proj': 4" in found
+
+
+def _saved_and_loaded(rank: int, world: int, folder: str, layouts: list[dict[str, Any]], out: str) -> dict[str, Any]:
+    """Two updates, a checkpoint, a third; then that checkpoint on another layout, and its third update."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.mcore.convert import export_hf
+    from megatron_rl.workers.checkpoint import StateFiles
+    from megatron_rl.workers.model import TrainedModel
+
+    found: dict[str, Any] = {}
+    for number, layout in enumerate(layouts):
+        actor = make_actor(**layout)
+        trained = TrainedModel(build(folder, actor, world, adapters=adapters()))
+        files = StateFiles(rank, world, actor)
+        for step in range(3):
+            if step == 2 and number == 0:
+                files.begin(Path(out), {"actor": trained.saved}, background=False)
+                found["files"] = files.finish()
+            elif step == 2:
+                files.load(Path(out), {"actor": trained.saved}, lambda role: None)
+            elif number == 1:
+                continue
+            micros = my_micro_batches(random_batch(step, LENGTHS, 128), actor, rank, world)
+            report, _ = train_step(trained.trainable, micros, nll_loss, 1.0)
+            found[f"{number} {step}"] = report.grad_norm
+        found[f"adapters {number}"] = dict(export_hf(trained.model, part="adapters"))
+        found[f"tensors {number}"] = set(trained.saved.tensors())
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_r1_a_checkpoint_holds_adapters_alone_and_loads_on_another_layout(folder: str, tmp_path: Path) -> None:
+    layouts: list[dict[str, Any]] = [{"tp": 2, "sequence_parallel": True}, {"pp": 2, **TWO_EACH}]
+    found, other = run_ranks(2, _saved_and_loaded, folder, layouts, str(tmp_path), timeout=120)
+    names = {name.partition("/")[2] for name in found["tensors 0"] if "/" in name}
+    assert names == set(found["adapters 0"]) and all(".lora_" in name for name in names)
+    assert found["1 2"] == pytest.approx(found["0 2"], rel=1e-4)
+    for name, tensor in found["adapters 0"].items():
+        torch.testing.assert_close(found["adapters 1"][name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+    size = sum(mark.size for rank in (found, other) for mark in rank["files"].values())
+    trained = sum(tensor.numel() for tensor in found["adapters 0"].values())
+    assert 12 * trained <= size < 24 * trained + (1 << 20), "three numbers of float32 for each that trains"

@@ -24,12 +24,6 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
     return Adapters(lora.rank, lora.alpha, lora.dropout, targets, lora.use_rslora)
 
 
-def lora_offered(cfg: RunConfig) -> list[Fault]:
-    """Adapters are not trained yet."""
-    rank = cfg.model.lora.rank
-    return [Fault("model.lora.rank", rank, "LoRA is not trained yet", "set it to 0")] if rank else []
-
-
 def lora_off(cfg: RunConfig) -> list[Fault]:
     """An adapter to begin from is used."""
     lora = cfg.model.lora

@@ -90,7 +90,6 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(checkpoint.resume_changes, ("train",)),
     Check(checkpoint.restarts, ("train",)),
     Check(model.unused_reference),
-    Check(lora.lora_offered),
     Check(lora.lora_off),
     Check(lora.lora_belongs),
     Check(lora.lora_sync),

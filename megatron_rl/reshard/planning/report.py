@@ -119,14 +119,17 @@ def _seconds(request: SyncRequest, cost: SyncCost, full: Mapping[int, int]) -> d
 
 def _memory(request: SyncRequest, cost: SyncCost) -> dict[str, dict[str, float]]:
     """Bytes of the fullest GPU by phase, nothing offloaded or shared. Gradients are float32; the optimizer state is 12
-    bytes a parameter, sharded over all trainer ranks."""
+    bytes a parameter, sharded over all trainer ranks. With LoRA both are those of the adapters, which are counted as if
+    spread evenly over the ranks of one copy.
+    """
     loads, item, world = cost.loads, ITEM_SIZES[request.dtype], request.trainers.topology.world
     held, needed = max(loads.held.values()), max(loads.needed.values())
     overlap = min((loads.local[rank] for rank in cost.engine.ranks), default=0) * item
     trainer, engine = float(held * item), float(needed * item)
-    optimizer = 12.0 * loads.total / world
+    share = 1.0 if request.trained is None else request.trained / loads.total
+    optimizer = 12.0 * loads.total * share / world
     staging = 2 * request.machine.bucket_mib * 2**20 if any(loads.moved.values()) else 0.0
-    update = {"trainer weights": trainer, "gradients": 4.0 * held, "optimizer": optimizer}
+    update = {"trainer weights": trainer, "gradients": 4.0 * held * share, "optimizer": optimizer}
     if not request.colocated:
         return {
             "trainer, update": update,

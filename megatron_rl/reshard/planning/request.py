@@ -8,10 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.checks.lora import adapters_of
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
+from megatron_rl.models.lora import num_adapter_parameters
 from megatron_rl.models.sizes import named_shape
 from megatron_rl.models.stages import stage_layers
 from megatron_rl.parallel.topology import Topology
@@ -53,6 +55,8 @@ class SyncRequest:
     dtype: str
     machine: Machine
     ascending: bool
+    trained: int | None = None
+    """Numbers that train, beside weights that do not (LoRA); None: all of the model's."""
 
     @property
     def world(self) -> int:
@@ -79,6 +83,7 @@ KEYS: dict[str, str] = {
     "placement": "colocated (engines on the trainer's GPUs) or disaggregated; colocated",
     "dtype": "dtype in which weights are sent: bfloat16, float16 or float32; bfloat16",
     "ascending": "1: only orders in which the ranks of each engine ascend (torch without sort_ranks); 0",
+    "trained": "numbers that train beside the model's weights (LoRA); all of the model's",
     "nvlink_gb_s": "GB/s between GPUs of a node, per GPU and direction; 450",
     "network_gb_s": "GB/s between nodes, per GPU and direction; 50",
     "memory_gb_s": "memory bandwidth of a GPU in GB/s; 4800",
@@ -157,6 +162,11 @@ def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
         "train.num_layers_in_last_pipeline_stage": actor.num_layers_in_last_pipeline_stage,
     }
     values |= {key: layers for key, layers in ends.items() if layers is not None}
+    if config.model.lora.rank:
+        shape = read_model_shape(config.model.path, changes=config.model.override_config)
+        adapters = adapters_of(config.model.lora, shape)
+        assert adapters is not None
+        values["trained"] = num_adapter_parameters(shape, FAMILIES[shape.architecture], adapters)
     return config.model.path, values
 
 
@@ -191,6 +201,7 @@ def request(model: str, values: Mapping[str, Any]) -> SyncRequest:
     return SyncRequest(
         model, table, Trainers(topology, stages), {**axes, "dp": dp}, tp, ep, replicas, colocated,
         int(values.get("gpus_per_node", 8)), values.get("dtype", "bfloat16"), machine, bool(values.get("ascending", 0)),
+        values.get("trained"),
     )  # fmt: skip
 
 
