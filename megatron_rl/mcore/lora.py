@@ -31,6 +31,8 @@ from megatron_rl.models.lora import AdaptedLinear, Adapters, a_name, adapted_lin
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import cp_group, dp_rank, pp_group, tp_group
 
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+
 
 @dataclass(frozen=True)
 class Dropout:
@@ -49,7 +51,10 @@ class Dropout:
         assert tracker is not None
         if name not in tracker.get_states():
             place += "" if alike else f"/{tp_group().rank()}"
-            tracker.add(name, zlib.crc32(f"{name}/{place}".encode()))
+            seed = zlib.crc32(f"{name}/{place}".encode())
+            # What the first layer computes again finds the states of before its first use, and begins from the seed.
+            tracker.seeds_.discard(seed)
+            tracker.add(name, seed)
         # States of the tracker are kept in checkpoints and set back where activations are computed again.
         with tracker.fork(name):
             return torch.nn.functional.dropout(inputs, self.share, training=True)
@@ -194,12 +199,15 @@ def _begin_gradients(module: torch.nn.Module, inputs: object, output: torch.Tens
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _add(
-    layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor | None]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _add(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Output) -> Output:
     lora = layer.get_submodule("lora")
     assert isinstance(lora, LoraLinear)
-    return (output[0] + lora(inputs[0]), output[1]) if lora.on else output
+    if not lora.on:
+        return output
+    # Megatron's own linear layers give their bias beside the output.
+    if isinstance(output, torch.Tensor):
+        return output + lora(inputs[0])
+    return output[0] + lora(inputs[0]), output[1]
 
 
 def _modules(model: Model) -> Iterator[tuple[torch.nn.Parameter, LoraLinear]]:

@@ -181,9 +181,7 @@ class Trainer:
         return stateful_parts(self.parts)
 
     def save(self, path: str) -> None:
-        """The actor in Hugging Face form (its adapters in PEFT's: model.lora.save), and a critic beside it, in a folder
-        `critic`.
-        """
+        """The actor in Hugging Face form, or its adapters in PEFT's; a critic in the folder `critic` beside it."""
         group = self.parts.models.group
         group.rank0(TrainWorker.save, "actor", path, saved_form(self.cfg))
         if self.cfg.needs.critic:

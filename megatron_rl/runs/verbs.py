@@ -117,8 +117,8 @@ def _free_folder(path: str) -> Path:
 
 
 def export(cfg: RunConfig, out: str, checkpoint: str | None = None, merge: bool = False) -> None:
-    """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`; with LoRA, its adapter in
-    PEFT's form.
+    """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`. With LoRA, its adapter alone,
+    in PEFT's form.
 
     checkpoint: the model of that checkpoint, or of the newest one of that run, in place of model.path's weights. merge:
     write the whole model, with its adapter merged in.

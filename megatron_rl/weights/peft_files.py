@@ -104,8 +104,8 @@ def write_adapter_files(
 
 
 def write_adapter(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], adapters: Adapters, base: str) -> None:
-    """A folder of an adapter, which takes its place once it is whole: an earlier save stays as it was until then.
-    Raises CheckpointError.
+    """A folder of an adapter, which takes its place once it is whole: an earlier save stays until then. CheckpointError
+    if it cannot be written.
     """
     mark = uuid.uuid4().hex[:8]
     staging = path.with_name(f".{path.name}.{mark}.writing")

@@ -125,8 +125,7 @@ class TrainWorker:
         return bound_layers(self._trained(role).model)
 
     def save(self, role: Role, path: str, form: SavedForm = "language_model") -> str:
-        """A role's model as a Hugging Face folder at `path`, or its adapters as PEFT's. Rank 0 writes what all ranks
-        have.
+        """A role's model as a Hugging Face folder at `path`, or its adapters as PEFT's, written by rank 0.
 
         Weights that are not finite are not saved: NonFiniteError on all ranks, and an earlier save stays as it is.
         """

@@ -122,6 +122,16 @@ def test_w7_w8_adapters_reach_engines_alone_and_merged(folder: str, tmp_path: Pa
 
 @needs_cpu_engine
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_w7_adapters_of_attention_beside_experts(tmp_path: Path, sync: str) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3_moe", layers=2, tied=False)
+    case = {sync: (*ONE, f"model.lora.sync={sync}")}
+    (results,) = run_ranks(1, _on_rank, folder, case, str(tmp_path / "adapter"), timeout=400.0)
+    _check(results[sync], folder, tmp_path / "adapter")
+
+
+@needs_cpu_engine
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MORE_CASES)
 def test_w7_adapters_reach_engines_of_every_layout(folder: str, tmp_path: Path, case: str) -> None:
     world, overrides = MORE_CASES[case]

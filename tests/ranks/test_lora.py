@@ -105,6 +105,18 @@ def test_n2_adapters_train_like_one_rank_on_every_layout(
     _assert_like_one_rank(folder, one_rank[targets], layout, targets)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2-sp"])
+def test_n2_adapters_of_attention_train_beside_experts(tmp_path: Path, layout: dict[str, Any]) -> None:
+    attention = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+    folder = save_tiny(tmp_path, "qwen3_moe", layers=2, tied=False)
+    wanted = run_ranks(1, _train, folder, {}, attention)[0]
+    for found in run_ranks(2, _train, folder, layout, attention, timeout=120):
+        assert found["unequal"] == [], "routers and experts are frozen"
+        for (loss, norm), (wanted_loss, wanted_norm) in zip(found["steps"], wanted["steps"], strict=True):
+            assert (loss, norm) == (pytest.approx(wanted_loss, rel=2e-5), pytest.approx(wanted_norm, rel=1e-4))
+
+
 def test_only_adapters_have_gradients_and_optimizer_state(one_rank: dict[Any, dict[str, Any]]) -> None:
     for found in one_rank.values():
         assert found["numbers"] == sum(tensor.numel() for tensor in found["trained"].values())
@@ -226,3 +238,35 @@ def test_r1_a_checkpoint_holds_adapters_alone_and_loads_on_another_layout(folder
     size = sum(mark.size for rank in (found, other) for mark in rank["files"].values())
     trained = sum(tensor.numel() for tensor in found["adapters 0"].values())
     assert 12 * trained <= size < 24 * trained + (1 << 20), "three numbers of float32 for each that trains"
+
+
+def _dropped(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """What two tensor-parallel ranks drop, and a step whose activations are computed again."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.mcore.lora import Dropout
+
+    found: dict[str, Any] = {}
+    for recompute in ("none", "full"):
+        actor = make_actor(tp=2, recompute=recompute)
+        trainable = build(folder, actor, world, adapters=adapters(dropout=0.3))
+        with torch.no_grad():
+            for chunk in trainable.model.bare_chunks:
+                for name, param in chunk.named_parameters():
+                    if name.endswith(".b"):
+                        param.fill_(0.1)
+        report, _ = train_step(trainable, [random_batch(0, LENGTHS, 128)], nll_loss, 1.0)
+        found[recompute] = (report.loss, report.grad_norm)
+        dropout, ones = Dropout(0.5, 1), torch.ones(256)
+        found["alike"] = [dropout(ones, alike=True) for _ in range(2)]
+        found["apart"] = dropout(ones, alike=False)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_tensor_parallel_ranks_drop_the_same_inputs(folder: str) -> None:
+    here, there = run_ranks(2, _dropped, folder, timeout=120)
+    assert torch.equal(here["alike"][0], there["alike"][0]) and not torch.equal(*here["alike"])
+    assert not torch.equal(here["apart"], there["apart"])
+    assert {float(value) for value in here["alike"][0]} == {0.0, 2.0}
+    assert here["full"] == pytest.approx(here["none"], rel=1e-5), "what is computed again drops the same inputs"

@@ -81,6 +81,9 @@ def lora_targets(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     for name in lora.exclude_modules:
         if name not in names:
             faults.append(_unknown("model.lora.exclude_modules", name, names, shape))
+    if lora.sync == "adapter" and shape.latent is not None and cfg.needs.rollouts:
+        reason = "vLLM folds kv_b_proj into its attention when weights come, and would leave its adapter out"
+        faults.append(Fault("model.lora.sync", "adapter", reason, "set model.lora.sync=merged"))
     adapters = adapters_of(lora, shape)
     if not faults and adapters is not None and not adapters.targets:
         reason = "no linear layer gets an adapter: nothing would be trained"
