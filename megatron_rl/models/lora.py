@@ -59,7 +59,7 @@ def _leaf(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputRows:
     """Rows first:end of the output of a linear layer's B on this rank; name: None if it has no adapter."""
 
     name: str | None
@@ -78,7 +78,7 @@ class AdaptedLinear:
     module: str
     split: str
     names: dict[str, tuple[tuple[int, int], tuple[int, int]]]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[OutputRows, ...]
     params: tuple[LocalParam, ...]
 
     @property
@@ -138,13 +138,13 @@ def _adapted(
     return AdaptedLinear(module, kind, names, tuple(_pieces(blocks, names)), tuple(params))
 
 
-def _pieces(blocks: list[Block], names: Collection[str]) -> Iterator[Piece]:
+def _pieces(blocks: list[Block], names: Collection[str]) -> Iterator[OutputRows]:
     done: dict[str, int] = {}
     for block in blocks:
         linear = block.hf_name.removesuffix(".weight")
         first = done.get(linear, 0)
         done[linear] = first + block.num_rows
-        yield Piece(linear if linear in names else None, first, done[linear])
+        yield OutputRows(linear if linear in names else None, first, done[linear])
 
 
 def adapter_params(
