@@ -24,6 +24,7 @@ _PLACES = ("device", "own_gpu", "num_workers", "num_cpus")
 _ENGINE_MEMORY = ("gpu_memory_utilization", "kv_cache_gb", "max_num_seqs")
 
 FREE: tuple[str, ...] = (
+    *_below("model.lora", "sync", "save"),
     *_below("data", "val_files", "val_batch_size", "num_workers", "cache_dir"),
     *_below("actor", *_LAYOUT, "vpp", "ep", "etp", *_STAGES, "use_distributed_optimizer", "packing"),
     *_below("actor", "overlap_grad_reduce", "overlap_param_gather", "overlap_bucket_size"),
@@ -46,7 +47,8 @@ FREE: tuple[str, ...] = (
 """How a run computes, how long it is and what it writes. A name that ends in a dot stands for all keys below it."""
 
 LEARNED: tuple[str, ...] = (
-    "model.",
+    *_below("model", "path", "tokenizer_path", "chat_template", "eos_token", "init", "override_config", "dtype"),
+    *_below("model.lora", "rank", "alpha", "use_rslora", "dropout", "target_modules", "exclude_modules", "path"),
     *_below("data", "train_files", "mix_weights", "prompt_key", "string_prompt", "label_key", "metadata_key"),
     *_below("data", "data_source_key", "response_key", "messages_key", "tools_key", "enable_thinking_key"),
     *_below("data", "max_prompt_length", "max_response_length", "train_batch_size", "overlong_prompts", "shuffle"),

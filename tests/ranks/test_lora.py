@@ -11,7 +11,9 @@ import torch
 
 from megatron_rl.algos.reduce import loss_weights
 from megatron_rl.algos.token_losses import nll_loss
-from megatron_rl.models.lora import Adapters
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
+from megatron_rl.models.lora import Adapters, linear_names
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import hf_logprobs, random_batch, save_tiny
 from tests.helpers.training import build, forward_logprobs, make_actor, my_micro_batches, train_step
@@ -107,9 +109,12 @@ def test_n2_adapters_train_like_one_rank_on_every_layout(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2-sp"])
-def test_n2_adapters_of_attention_train_beside_experts(tmp_path: Path, layout: dict[str, Any]) -> None:
-    attention = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-    folder = save_tiny(tmp_path, "qwen3_moe", layers=2, tied=False)
+@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+def test_n2_adapters_train_beside_experts(tmp_path: Path, family: str, layout: dict[str, Any]) -> None:
+    """Of moonlight, those of latent attention, of the first dense layer and of shared experts."""
+    folder = save_tiny(tmp_path, family, layers=2, tied=False)
+    shape = read_model_shape(folder)
+    attention = frozenset(linear_names(shape, FAMILIES[shape.architecture]))
     wanted = run_ranks(1, _train, folder, {}, attention)[0]
     for found in run_ranks(2, _train, folder, layout, attention, timeout=120):
         assert found["unequal"] == [], "routers and experts are frozen"
