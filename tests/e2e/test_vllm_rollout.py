@@ -115,7 +115,9 @@ def _updates_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("vllm") / "model", "qwen2", tied=True)
+    """With YaRN, on texts that are longer than its first context."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    return save_tiny(tmp_path_factory.mktemp("vllm") / "model", "qwen2", tied=True, rope_parameters=rope)
 
 
 @needs_cpu_engine
