@@ -148,6 +148,9 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[TableR
             TableRow("query heads of a rank", shape.num_heads // actor.tp, f"{shape.num_heads} / tp {actor.tp}"),
             TableRow("KV heads of a rank", shape.num_kv_heads // actor.tp, f"{shape.num_kv_heads} / tp {actor.tp}"),
         ]
+        if shape.further_layers:
+            note = "predict further tokens; left out of training, engines and saved models"
+            rows.append(TableRow("further layers", shape.further_layers, note))
         rows += [_critic_parameters(cfg, shape)] if cfg.critic.enable else []
         rows += _expert_rows(cfg, shape) if shape.num_experts else []
         parts, axis = (actor.expert_tp, "etp") if shape.num_experts else (actor.tp, "tp")

@@ -48,7 +48,8 @@ class ModelShape:
     ffn_size: inner size of the MLP, or of one expert. num_experts: of a layer with experts, 0 where there are none; a
     token goes to num_experts_per_tok of them, as the router says (norm_topk_prob: their weights are scaled to sum to 1,
     before the router's scale). dense_layers: first layers without experts, whose MLP has the inner size dense_ffn_size.
-    shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. rope: what is done to RoPE's
+    shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. further_layers: layers behind the
+    model that predict further tokens, which are left out. rope: what is done to RoPE's
     frequencies. rotary_factor: share of a head that RoPE turns. windows: keys that a query of each layer sees, its own
     among them; 0: all keys; (): all of them in every layer.
     """
@@ -72,6 +73,7 @@ class ModelShape:
     dense_layers: int = 0
     dense_ffn_size: int = 0
     shared_ffn_size: int = 0
+    further_layers: int = 0
     latent: Latent | None = None
     router: Router = field(default_factory=Router)
     rope: Rope = field(default_factory=Rope)

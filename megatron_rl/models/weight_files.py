@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from megatron_rl.messages import first_of
 from megatron_rl.models.broken import broken_reason
+from megatron_rl.models.config_json import inspect_critic
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -54,7 +55,24 @@ class WeightFiles:
 
 
 def read_weight_files(folder: Path) -> WeightFiles:
-    """Headers of all weight files of a folder, those that its index names, and every fault of files and index."""
+    """Headers of all weight files of a folder, those that its index names, and every fault of files and index.
+
+    Layers that predict further tokens (ModelShape.further_layers) are left out.
+    """
+    files = _read_weight_files(folder)
+    left_out = _further_layers(folder)
+    return replace(files, tensors={name: one for name, one in files.tensors.items() if not name.startswith(left_out)})
+
+
+def _further_layers(folder: Path) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that only predict further tokens."""
+    shape, _, _ = inspect_critic(str(folder))
+    if shape is None:
+        return ()
+    return tuple(f"model.layers.{shape.num_layers + number}." for number in range(shape.further_layers))
+
+
+def _read_weight_files(folder: Path) -> WeightFiles:
     index = folder / INDEX_NAME
     if not index.is_file():
         if not (folder / SINGLE_NAME).is_file():

@@ -40,6 +40,11 @@ def copy_companions(folder: Path, model: Path, tokenizer: Path, changes: Mapping
         content, settings = made_tokenizer_json(tokenizer_file(tokenizer))
         (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
         write_json(folder / "tokenizer_config.json", settings)
+    path = folder / "config.json"
+    further = "num_nextn_predict_layers"
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get(further):
+        # Their weights are not written: whoever opens the folder must not look for them.
+        changes = {**(changes or {}), further: 0}
     if changes:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "dtype" in changes:

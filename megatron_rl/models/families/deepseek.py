@@ -123,6 +123,7 @@ def routed_sizes(
         "dense_layers": min(content["first_k_dense_replace"], content["num_hidden_layers"]),
         "dense_ffn_size": content["intermediate_size"] if content["first_k_dense_replace"] else 0,
         "shared_ffn_size": content["moe_intermediate_size"] * content["n_shared_experts"],
+        "further_layers": content.get("num_nextn_predict_layers", 0),
         "router": Router(
             score,
             scale=float(content["routed_scaling_factor"]),

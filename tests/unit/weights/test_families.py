@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import hf_shapes, megatron_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weights.safetensors import INDEX_NAME, RandomSource, SafetensorsSource, write_model
 from tests.helpers.oddities import oddities
 from tests.helpers.tiling import check_tiling
+from tests.helpers.tiny import save_tiny
 
 
 def _shape(
@@ -229,3 +233,25 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
         write_model(out, fills_the_disk(), companions_from=tmp_path / "model")
     assert (out / "model.safetensors").read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_saved_models_say_so(tmp_path: Path) -> None:
+    folder = Path(save_tiny(tmp_path / "model", "deepseek_v3", tied=False, layers=2))
+    held = load_file(folder / "model.safetensors")
+    further = {"model.layers.2.eh_proj.weight": torch.ones(3, 2), "model.layers.2.enorm.weight": torch.ones(2)}
+    save_file(held | further, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    shape = read_model_shape(str(folder))
+    expected = hf_shapes(shape, FAMILIES[shape.architecture])
+    with pytest.raises(CheckpointError, match=r"surplus model\.layers\.2\.eh_proj\.weight"):
+        SafetensorsSource(folder).check(expected)
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    source = SafetensorsSource(folder)
+    source.check(expected)
+    assert {name for name, _ in source.tensors()} == held.keys()
+    assert read_model_shape(str(folder)).further_layers == 1
+    write_model(tmp_path / "saved", source.tensors(), companions_from=folder)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    loading = opened[1]
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
