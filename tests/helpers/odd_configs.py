@@ -166,7 +166,8 @@ FIRST: list[Variant] = [
     ),
     (
         "qwen3",
-        {"layer_types": FULL, "rope_parameters": {"rope_theta": 31.0}, "rms_norm_eps": 1e-2, "sliding_window": 4},
+        {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": 9, "rms_norm_eps": 1e-2}
+        | {"rope_parameters": {"rope_theta": 31.0}},
     ),
     ("mistral", {"sliding_window": 7, "rope_theta": 5e4, "rope_parameters": ABSENT, "rms_norm_eps": 1e-5}),
     (
