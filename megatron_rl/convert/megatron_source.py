@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from megatron_rl.convert.classic import ClassicSource, rank_folders
-from megatron_rl.convert.source import Conversion, ModelSource
+from megatron_rl.convert.source import Conversion, ModelSource, from_hf
 from megatron_rl.convert.torch_dist import COMPANIONS, TorchDistSource, checkpoint_folder
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.messages import first_of
@@ -61,13 +61,17 @@ class RunSource:
 
 
 def from_megatron(path: Path, hf: Path | None) -> Conversion:
-    """The model of a folder of any of the three kinds. hf: the Hugging Face folder that the model is of: its config and
-    tokenizer; not needed where the checkpoint has them, or names them.
+    """The model of a folder of any of the three kinds, or of a Hugging Face folder.
+
+    hf: the Hugging Face folder that a checkpoint's model is of, with its config and tokenizer; not needed if the
+    checkpoint has them, or names them.
 
     Raises CheckpointError with every fault.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
+    if (path / "config.json").is_file():
+        return from_hf(path)
     if (path / _STATE).is_file() and (path / _ACTOR / METADATA).is_file():
         return _of_run(path, hf)
     ranks = rank_folders(path)

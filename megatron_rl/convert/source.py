@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,12 @@ import torch
 
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.config_json import inspect_model
+from megatron_rl.models.config_json import inspect_fields, read_config
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weights.companions import copy_companions
+from megatron_rl.weights.fp8 import ENTRY, BlockScaledSource, block_size
 from megatron_rl.weights.safetensors import SafetensorsSource, WeightSource
 
 
@@ -52,18 +52,23 @@ class Conversion:
 
 def from_hf(folder: Path) -> Conversion:
     """A Hugging Face folder. Raises CheckpointError with every fault of its config and its weights."""
-    shape, faults = inspect_model(str(folder), "the source")
+    config, faults = read_config(str(folder), "the source")
+    block = block_size(config or {})
+    notes: tuple[str, ...] = ()
+    if config is not None and block is not None:
+        del config[ENTRY]
+        notes = (f"weights in 8 bits with scales of blocks {list(block)} become bfloat16; {ENTRY} is removed",)
+    shape, faults = (None, faults) if config is None else inspect_fields(config, str(folder / "config.json"))
     problems = [str(ConfigError(faults))] if faults else []
     weights: SafetensorsSource | None = None
     try:
-        weights = SafetensorsSource(folder)
+        weights = SafetensorsSource(folder) if block is None else BlockScaledSource(str(folder), block)
         if shape is not None:
             weights.check(hf_shapes(shape, FAMILIES[shape.architecture]))
     except CheckpointError as error:
         problems.append(str(error))
-    if problems or shape is None or weights is None:
+    if problems or shape is None or weights is None or config is None:
         raise CheckpointError("\n".join(problems))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = sorted({Path(weights.place(name)) for name in hf_shapes(shape, FAMILIES[shape.architecture])})
     return Conversion(
         f"Hugging Face folder {folder}",
@@ -73,6 +78,7 @@ def from_hf(folder: Path) -> Conversion:
         config,
         lambda out: copy_companions(out, folder, folder, None),
         [folder / "config.json", *files],
+        notes,
     )
 
 

@@ -148,7 +148,7 @@ _VALUES: dict[str, tuple[Computed, str]] = {
     "rope_interleaved": (_off, "RoPE over neighbours is not supported, only over halves of the head"),
     "rope_interleave": (_off, "RoPE over neighbours is not supported, only over halves of the head"),
     "use_mrope": (_off, "RoPE over several axes is not supported"),
-    "quantization_config": (_off, "quantized weights cannot be trained"),
+    "quantization_config": (_off, "quantized weights cannot be trained; docs/convert.md says which are converted"),
     "logit_scale": (one_of(1), _SCALE),
     "logits_scaling": (one_of(1), _SCALE),
     "embedding_multiplier": (one_of(1), _SCALE),

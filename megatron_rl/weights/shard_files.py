@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.models.weight_files import SINGLE_NAME
 from megatron_rl.types import FileMark
 from megatron_rl.weights.marked_files import MarkedFile
 
-SINGLE_NAME = "model.safetensors"
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -148,3 +148,55 @@ def test_dry_run_prints_the_table_and_writes_nothing(model: Path, tmp_path: Path
     assert mcore_to_hf.main([str(model / "mcore"), str(tmp_path / "out"), "--dry-run"]) == 0
     assert "model.embed_tokens.weight" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def _block_scaled(model: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The model with its projections in 8 bits, scales for blocks of 16 x 8; what these stand for."""
+    shutil.copytree(model / "hf", folder)
+    config = json.loads((folder / "config.json").read_text())
+    kind = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 8]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kind}))
+    tensors = load_file(folder / "model.safetensors")
+    wanted: dict[str, torch.Tensor] = {}
+    for name, tensor in list(tensors.items()):
+        wanted[name] = tensor.bfloat16()
+        if not name.endswith("proj.weight"):
+            tensors[name] = tensor.bfloat16()
+            continue
+        # Rows that no block divides: the last block is a part of one.
+        scales = torch.rand(-(-tensor.shape[0] // 16), -(-tensor.shape[1] // 8)) + 0.1
+        stored = tensor.to(torch.float8_e4m3fn)
+        tensors[name], tensors[name + "_scale_inv"] = stored, scales
+        whole = torch.empty_like(tensor)
+        for row in range(tensor.shape[0]):
+            for col in range(tensor.shape[1]):
+                whole[row, col] = stored[row, col].float() * scales[row // 16, col // 8]
+        wanted[name] = whole.bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    return wanted
+
+
+def test_weights_with_block_scales_are_read_as_their_product(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    wanted = _block_scaled(model, tmp_path / "fp8")
+    assert hf_to_mcore.main([str(tmp_path / "fp8"), str(tmp_path / "mcore"), "--tp", "2", "--verify"]) == 0
+    assert "become bfloat16" in capsys.readouterr().out
+    assert mcore_to_hf.main([str(tmp_path / "mcore"), str(tmp_path / "back")]) == 0
+    assert not differing(written(tmp_path / "back"), wanted)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    # Without an intermediate form.
+    assert mcore_to_hf.main([str(tmp_path / "fp8"), str(tmp_path / "direct")]) == 0
+    assert not differing(written(tmp_path / "direct"), wanted)
+
+    tensors = load_file(tmp_path / "fp8/model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name + "_scale_inv"] = tensors[name + "_scale_inv"][:-1].clone()
+    tensors["odd_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "fp8/model.safetensors")
+    text = _refused([str(tmp_path / "fp8"), str(tmp_path / "out")], capsys)
+    assert f"{name}_scale_inv is F32 [2, 4]" in text and "odd_scale_inv is a scale of no tensor" in text
+    del tensors["odd_scale_inv"], tensors[name + "_scale_inv"]
+    save_file(tensors, tmp_path / "fp8/model.safetensors")
+    assert f"{name} is stored as F8_E4M3" in _refused([str(tmp_path / "fp8"), str(tmp_path / "out")], capsys)
