@@ -81,8 +81,10 @@ def lora_targets(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     for name in lora.exclude_modules:
         if name not in names:
             faults.append(_unknown("model.lora.exclude_modules", name, names, shape))
-    if lora.sync == "adapter" and shape.latent is not None and cfg.needs.rollouts:
-        reason = "vLLM folds kv_b_proj into its attention when weights come, and would leave its adapter out"
+    reason = "vLLM folds kv_b_proj into its attention when weights come, and would leave its adapter out"
+    if shape.latent is None:
+        reason = "vLLM puts experts into kernels of its own once it holds adapters, which could not be run here"
+    if lora.sync == "adapter" and (shape.latent or shape.num_experts) and cfg.needs.rollouts:
         faults.append(Fault("model.lora.sync", "adapter", reason, "set model.lora.sync=merged"))
     adapters = adapters_of(lora, shape)
     if not faults and adapters is not None and not adapters.targets:

@@ -48,6 +48,29 @@ def test_what_is_refused(tmp_path: Path, overrides: list[str], key: str, words: 
     assert words in wrong[key]
 
 
+def test_engines_of_models_with_experts_get_merged_weights(tmp_path: Path) -> None:
+    model = make_model(
+        tmp_path / "moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+    )
+    wrong = found(tmp_path, f"model.path={model}", LORA, "model.lora.sync=adapter")
+    assert "kernels of its own" in wrong["model.lora.sync"]
+    assert (
+        "experts and routers have none"
+        in found(tmp_path, f"model.path={model}", LORA, "model.lora.target_modules=gate_proj")[
+            "model.lora.target_modules"
+        ]
+    )
+
+
 def test_all_linear_is_a_name_and_no_list_of_letters(tmp_path: Path) -> None:
     shape = read_model_shape(make_model(tmp_path / "model"))
     assert adapters_of(LoraConfig(), shape) is None
