@@ -117,6 +117,9 @@ class Samples:
     """[S] oldest version of the weights that made any of the sample's tokens"""
     newest_version: Int32
     """[S] newest such version"""
+    routed: npt.NDArray[np.uint8 | np.int16] | None = None
+    routed_lens: Int32 | None = None
+    """[R, layers, k] experts, from 1, of each sequence's first tokens (prompt, response), 0: not known; [S] its rows"""
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.logprobs.shape == (int(self.lens.sum()),), (
@@ -140,6 +143,12 @@ class Samples:
         end = int(self.ends[row])
         return slice(end - int(self.lens[row]), end)
 
+    def routed_rows(self, row: int) -> npt.NDArray[np.uint8 | np.int16] | None:
+        """[rows, layers, k] of one sequence's tokens, a view."""
+        if self.routed is None or self.routed_lens is None:
+            return None
+        return np.split(self.routed, np.cumsum(self.routed_lens))[row]
+
     def rollout(self, row: int, text: str) -> Rollout:
         """One sample for a person; text: its tokens decoded."""
         span = self.span(row)
@@ -156,6 +165,7 @@ class Samples:
         logprobs: Sequence[Sequence[float]],
         finish: Sequence[str],
         version: int,
+        routed: Sequence[npt.NDArray[np.uint8 | np.int16]] | None = None,
     ) -> Samples:
         """From the values of each sample, all made with the weights of one version."""
         lens = np.fromiter(map(len, token_ids), np.int32, len(token_ids))
@@ -169,6 +179,8 @@ class Samples:
             finish=np.fromiter(map(FINISH_REASONS.index, finish), np.uint8, len(lens)),
             oldest_version=versions,
             newest_version=versions,
+            routed=np.concatenate(routed) if routed else None,
+            routed_lens=np.fromiter(map(len, routed), np.int32, len(routed)) if routed else None,
         )
 
 
@@ -414,6 +426,8 @@ class TrainBatch:
     """[T] bool: tokens that the model is trained on (sampled tokens; response tokens in SFT)"""
     columns: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """name -> [T] float32, for instance old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_weights"""
+    routed: torch.Tensor | None = None
+    """[T, layers, k] experts that each layer's router is to choose, numbered from 1; 0 where it chooses by itself"""
 
     def __post_init__(self) -> None:
         total = sum(self.seq_lens)
@@ -454,6 +468,7 @@ class TrainBatch:
             seq_lens=tuple(self.seq_lens[s] for s in sequences),
             loss_mask=self.loss_mask[index],
             columns={name: column[index] for name, column in self.columns.items()},
+            routed=None if self.routed is None else self.routed[index],
         )
 
 

@@ -8,4 +8,5 @@ ENGINE = Engine(
     name="hf",
     implementation="megatron_rl.rollout.hf_engine:HfEngine",
     parameters="checkpoint",
+    returns_experts=True,
 )

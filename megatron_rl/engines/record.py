@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Refusal = tuple[str, str]
@@ -27,6 +27,12 @@ class Engine:
     """The Python package that it needs beside torch and transformers."""
     multi_rank: bool = False
     """One engine can span several ranks (rollout.tp)."""
+    deals_experts: bool = False
+    """The ranks of one engine can hold whole experts (rollout.ep)."""
+    returns_experts: bool = False
+    """It returns the experts that each token went to (actor.router_replay=rollout)."""
+    cpu_lacks: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Keys whose values other than the default it cannot do on CPUs, though it can on GPUs -> the reason."""
     shares_weights: bool = False
     """Its parameters can be the trainer's memory (rollout.share_weights)."""
     stop_texts: bool = True

@@ -19,7 +19,7 @@ SPEED = frozenset({
     "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
     "optimization_level",
     "performance_mode", "attention_backend", "disable_cascade_attn", "moe_backend", "linear_backend", "all2all_backend",
-    "enable_flashinfer_autotune", "disable_custom_all_reduce", "enable_expert_parallel",
+    "enable_flashinfer_autotune", "disable_custom_all_reduce",
     # start and logs
     "max_parallel_loading_workers", "use_tqdm_on_load", "distributed_timeout_seconds",
     "cpu_distributed_timeout_seconds",
@@ -27,7 +27,7 @@ SPEED = frozenset({
     "show_hidden_metrics_for_version", "otlp_traces_endpoint", "collect_detailed_traces", "kv_cache_metrics",
     "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics", "jit_monitor_mode", "jit_monitor_verbose",
 })  # fmt: skip
-"""Keywords that are handed through. enable_expert_parallel is read by the weight sync as well."""
+"""Keywords that are handed through."""
 
 OURS = {
     "model": "model.path",
@@ -43,6 +43,8 @@ OURS = {
     "enable_sleep_mode": "rollout.free_cache_engine",
     "seed": "trainer.seed",
     "tensor_parallel_size": "rollout.tp",
+    "enable_expert_parallel": "rollout.ep",
+    "enable_return_routed_experts": "actor.router_replay",
     "override_generation_config": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop",
     "generation_config": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop",
 }
@@ -96,6 +98,12 @@ ENGINE = Engine(
     parameters="fused",
     package="vllm",
     multi_rank=True,
+    deals_experts=True,
+    returns_experts=True,
+    cpu_lacks={
+        "rollout.ep": "vLLM's CPU build ends in an error with whole experts on each rank",
+        "actor.router_replay": "vLLM's CPU build does not return the experts that tokens went to",
+    },
     shares_weights=True,
     settings=frozenset(OPTIONAL_SETTINGS),
     refuse_keyword=why_refused,

@@ -139,6 +139,7 @@ def needs_old_logprobs(cfg: RunConfig) -> bool:
         (cfg.updates_per_step > 1 and not correction.bypass_mode)
         or cfg.algorithm.use_kl_in_reward
         or correction.measures_ratio
+        or cfg.actor.router_replay == "old"
         or not own_update
     )
 

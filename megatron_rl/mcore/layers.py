@@ -14,7 +14,7 @@ from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.experts import StackedExperts
 from megatron_rl.mcore.latent import LatentAttention
 from megatron_rl.mcore.norm import RMSNorm
-from megatron_rl.mcore.router import ExpertRouter
+from megatron_rl.mcore.router import ExpertRouter, RoutedLayer
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.shape import ModelShape
 
@@ -64,6 +64,7 @@ def _layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     if has_experts:
         router = partial(ExpertRouter, router=shape.router, normed=shape.norm_topk_prob)
+        spec.module = RoutedLayer
         submodules = expert_submodules(layer.mlp)
         submodules.router, submodules.experts = router, StackedExperts
     return spec

@@ -17,6 +17,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.errors import DataError
+from megatron_rl.mcore.routing import Routing
 from megatron_rl.models.rope import Rope
 from megatron_rl.types import TrainBatch
 
@@ -54,6 +55,8 @@ class Packed(PackedSeqParams):
     """[t] int64: where each packed token lies in the groups' outputs end to end"""
     kv_group: torch.distributed.ProcessGroup | None = None
     """context-parallel ranks, whose keys and values are gathered; None for cp 1"""
+    routing: Routing | None = None
+    """what routers are told and note; None for a model without experts"""
 
 
 @dataclass(frozen=True)
@@ -212,13 +215,16 @@ def pack(
     cp_rank: int = 0,
     kv_group: torch.distributed.ProcessGroup | None = None,
     uniform: bool = False,
+    experts: int = 0,
+    split_rank: int = 0,
 ) -> MicroBatch:
     """TrainBatch -> this rank's MicroBatch on `device`.
 
     rotary_dim, rope_theta, rope, windows: of the model (ModelShape).
     split: the rank's t tokens are padded to a multiple of this (sequence parallelism splits t). A batch without
     sequences becomes one sequence of padding, so that all ranks make the same passes. Nothing is trained on padding.
-    uniform: pad every sequence to the longest, as a rectangular batch is (for comparison with packing).
+    uniform: pad every sequence to the longest, as a rectangular batch is (for comparison with packing). experts: of a
+    layer; 0: the model has none. split_rank: which part of the t tokens this rank's routers see.
 
     vocab_size: tokens of the model. Raises DataError if a token is none of them: a vocabulary that is split over
     ranks would give such an id the logit of the most likely one, and an embedding of zeros.
@@ -254,6 +260,7 @@ def pack(
         groups=tuple(_to(group, device) for group in groups),
         inverse=inverse.to(device),
         kv_group=kv_group,
+        routing=_routing(batch, padded, layout, (split, split_rank), experts, device) if experts else None,
     )
     return MicroBatch(
         tokens=tokens[layout.held][None, :].to(device),
@@ -268,6 +275,36 @@ def pack(
         trained=trained,
         num_tokens=batch.num_tokens,
     )
+
+
+def _routing(
+    batch: TrainBatch,
+    padded: torch.Tensor,
+    layout: TokenLayout,
+    part: tuple[int, int],
+    experts: int,
+    device: torch.device,
+) -> Routing:
+    """padded: [T] where each token is among the padded ones. part: (parts of the rank's tokens, which one is ours)."""
+    token_of = torch.full(layout.position.shape, -1, dtype=torch.int64)
+    token_of[padded] = torch.arange(batch.num_tokens)
+    tokens = token_of[layout.held].chunk(part[0])[part[1]]
+    routing = Routing(tokens, (tokens >= 0).to(device))
+    if batch.routed is not None:
+        _check_routed(batch.routed, experts)
+        # One more row, of zeros, is what padding at -1 picks.
+        rows = torch.cat([batch.routed, batch.routed.new_zeros(1, *batch.routed.shape[1:])])
+        routing.replay = rows[tokens].to(device)
+    return routing
+
+
+def _check_routed(routed: torch.Tensor, experts: int) -> None:
+    known = (routed > 0).sum(-1)
+    if bool(((known > 0) & (known < routed.shape[-1])).any()) or (routed.numel() and int(routed.max()) > experts):
+        raise DataError(
+            f"the batch holds choices of experts that the model's {experts} do not allow: an expert beyond them, or a "
+            "token with fewer experts than it goes to -- engine and trainer must have the same model"
+        )
 
 
 def _check_ids(tokens: torch.Tensor, vocab_size: int) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_rl.mcore.routing import Routing
 from megatron_rl.models.shape import Router
 
 _TINY = 1e-20
@@ -40,15 +42,29 @@ def expert_weights(logits: torch.Tensor, chosen: torch.Tensor, router: Router, *
     return weights * router.scale
 
 
+class RoutedLayer(TransformerLayer):
+    """A layer with experts, whose router is told which micro-batch passes: in the forward pass, and when the layer is
+    computed again for the backward pass of an earlier micro-batch.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's."""
+        router: Any = self.mlp.router
+        router.now = kwargs["packed_seq_params"].routing
+        return super().forward(*args, **kwargs)
+
+
 class ExpertRouter(TopKRouter):
     """Megatron's router with the choice and the weights of the model's family.
 
-    expert_bias: [experts] float32, whatever precision the model has. It is loaded, and no update changes it.
+    expert_bias: [experts] float32, whatever precision the model has. It is loaded, and no update changes it. now: what
+    routers note and replay of the micro-batch that passes (set by RoutedLayer); None: nothing.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, router: Router, normed: bool, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.choice, self.normed = router, normed
+        self.now: Routing | None = None
         if router.bias:
             del self.expert_bias
             zeros = torch.zeros(self.weight.shape[0], dtype=torch.float32)
@@ -66,7 +82,14 @@ class ExpertRouter(TopKRouter):
             scores = logits if self.choice.score == "softmax" else logits.sigmoid()
             scores = scores if self.expert_bias is None else scores + self.expert_bias
             chosen = chosen_experts(scores, self.choice, self.topk)
-        weights = expert_weights(logits, chosen, self.choice, normed=self.normed)
+        if self.now is None:
+            weights = expert_weights(logits, chosen, self.choice, normed=self.normed)
+        else:
+            assert self.layer_number is not None
+            layer, probs = self.layer_number - 1, self.now.probs(logits, self.choice.score)
+            chosen = self.now.choose(layer, chosen, probs)
+            weights = expert_weights(logits, chosen, self.choice, normed=self.normed)
+            weights = self.now.balanced(layer, weights, probs)
         return (
             torch.zeros_like(logits).scatter(1, chosen, weights),
             torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True),

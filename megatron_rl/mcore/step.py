@@ -17,9 +17,10 @@ from megatron_rl.mcore.finite import bad_gradients, bad_losses
 from megatron_rl.mcore.heads import Reader
 from megatron_rl.mcore.objectives import HiddenLoss
 from megatron_rl.mcore.packing import MicroBatch, pack
+from megatron_rl.mcore.routing import Routing, balance_gradient, recorded, router_metrics, router_sums
 from megatron_rl.observe.beat import beat
 from megatron_rl.parallel.collectives import any_rank, reduce_metrics
-from megatron_rl.parallel.groups import cp_group, dp_cp_group
+from megatron_rl.parallel.groups import cp_group, dp_cp_group, tp_group
 from megatron_rl.types import Metric, StepReport, TrainBatch
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ Loss = tuple[torch.Tensor, torch.Tensor, T]
 def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
     """Micro-batches on the model's device, padded as sequence parallelism needs."""
     parallel, shape = model.parallel, model.shape
+    split = parallel.tp if parallel.sequence_parallel else 1
     context = cp_group()
     return [
         pack(
@@ -40,11 +42,13 @@ def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
             windows=shape.windows,
             vocab_size=shape.vocab_size,
             device=model.device,
-            split=parallel.tp if parallel.sequence_parallel else 1,
+            split=split,
             cp=parallel.cp,
             cp_rank=context.rank(),
             kv_group=context if parallel.cp > 1 else None,
             uniform=not parallel.packing,
+            experts=shape.num_experts,
+            split_rank=tp_group().rank() if split > 1 else 0,
         )
         for batch in batches
     ]
@@ -104,11 +108,26 @@ def _run(
     return outcomes
 
 
-@torch.no_grad()
-def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -> list[dict[str, torch.Tensor]]:
-    """What `read` gives of each micro-batch, as [T] float32 columns on the CPU, 0 if loss_mask is False.
+@dataclass(frozen=True)
+class Forwarded:
+    """What a forward pass gave of each micro-batch."""
 
-    batches: this data-parallel rank's micro-batches. Ranks of other pipeline stages than the last get an empty list.
+    columns: list[dict[str, torch.Tensor]]
+    """[T] float32 columns on the CPU, 0 if loss_mask is False; empty on other pipeline stages than the last"""
+    routed: list[torch.Tensor]
+    """[T, layers, k] what this stage's routers chose (routing.recorded); empty where it was not asked for"""
+
+
+def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -> list[dict[str, torch.Tensor]]:
+    """The columns of `forward`."""
+    return forward(model, batches, read).columns
+
+
+@torch.no_grad()
+def forward(model: Model, batches: Sequence[TrainBatch], read: Reader, *, records: bool = False) -> Forwarded:
+    """What `read` gives of each micro-batch.
+
+    batches: this data-parallel rank's micro-batches. records: what routers choose, too.
     """
 
     def loss_of(micro: MicroBatch, hidden: torch.Tensor) -> Loss[dict[str, torch.Tensor]]:
@@ -118,10 +137,35 @@ def forward_columns(model: Model, batches: Sequence[TrainBatch], read: Reader) -
     for chunk in model.chunks:
         chunk.eval()
     micros = pack_all(model, batches)
+    for routing in _routings(micros):
+        routing.records = records
     outcomes = _run(model, micros, loss_of, forward_only=True)
     names = list(outcomes[0]) if outcomes else []
     columns = [_columns(micros, [values[name] for values in outcomes]) for name in names]
-    return [dict(zip(names, of_micro, strict=True)) for of_micro in zip(*columns, strict=True)]
+    routed: list[torch.Tensor] = []
+    if records:
+        parts = [cp_group(), *([tp_group()] if model.config.sequence_parallel else [])]
+        groups = [group for group in parts if group.size() > 1]
+        routed = recorded(_routings(micros), [batch.num_tokens for batch in batches], model.shape.num_layers, groups)
+    return Forwarded([dict(zip(names, of_micro, strict=True)) for of_micro in zip(*columns, strict=True)], routed)
+
+
+def _routings(micros: Sequence[MicroBatch]) -> list[Routing]:
+    """Of each micro-batch; empty for a model without experts."""
+    return [micro.packed.routing for micro in micros if micro.packed.routing is not None]
+
+
+@torch.no_grad()
+def _count_for_balance(model: Model, micros: Sequence[MicroBatch], coef: float) -> None:
+    """Tell routers the balancing loss's gradient, from a pass that counts the tokens of each expert (routing.py)."""
+    nothing = torch.zeros((), dtype=torch.int)
+    _run(model, micros, lambda micro, hidden: (hidden.new_zeros(()), nothing, None), forward_only=True)
+    sums = router_sums(_routings(micros), model.shape.num_layers)
+    assert sums is not None, "the balancing loss is of models with experts"
+    push = balance_gradient(sums, coef).to(model.device)
+    for routing in _routings(micros):
+        routing.push = push
+        routing.sums.clear()
 
 
 def _columns(micros: Sequence[MicroBatch], values_of: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -153,12 +197,13 @@ def _add(outcomes: Sequence[_MicroOutcome]) -> dict[str, Metric]:
 
 
 def optimizer_step(
-    trainable: Trainable, batches: Sequence[TrainBatch], objective: HiddenLoss
+    trainable: Trainable, batches: Sequence[TrainBatch], objective: HiddenLoss, balance_coef: float = 0.0
 ) -> tuple[StepReport, list[torch.Tensor]]:
     """One optimizer step over the global mini-batch; this rank holds `batches`, one per micro-batch.
 
     The loss is sum(loss_weights * losses) over all tokens of all ranks. The column loss_weights holds global
-    denominators, so neither the split into micro-batches nor the number of ranks changes the gradient.
+    denominators, so neither the split into micro-batches nor the number of ranks changes the gradient. balance_coef: of
+    the routers' balancing loss (routing.py), which the report's loss does not hold.
     Where the loss or the norm of the gradient is not finite, nothing is changed, on no rank: not the weights, not the
     optimizer's moments, not the learning-rate schedule; the report says so, and where it came from.
     Returns the report and, per micro-batch, the [T] column that the objective handed back; both come from the last
@@ -181,12 +226,17 @@ def optimizer_step(
         return loss, torch.ones((), dtype=torch.int), outcome
 
     micros = pack_all(model, batches)
+    if balance_coef:
+        _count_for_balance(model, micros, balance_coef)
     outcomes = _run(model, micros, loss_of, forward_only=False)
     beat("the last micro-batch")
+    sums = router_sums(_routings(micros), model.shape.num_layers)
     report = StepReport(loss=float("nan"), grad_norm=_gradient_norm(trainable.optimizer), lr=0.0)
     if outcomes:
         total = reduce_metrics(_add(outcomes), dp_cp_group())
-        report = replace(report, loss=total.pop("loss").total, metrics=total)
+        report = replace(
+            report, loss=total.pop("loss").total, metrics=total if sums is None else total | router_metrics(sums)
+        )
     # The loss is known to the last stage alone, and the norm to the ranks that share an optimizer.
     wrong = not math.isfinite(report.grad_norm) or (bool(outcomes) and not math.isfinite(report.loss))
     # Asked on every rank: one that skipped the update alone would leave the others in the optimizer's collectives.

@@ -42,9 +42,10 @@ def engine_tp_faults(shape: ModelShape, tp: int, ep: int = 1) -> list[str]:
     return faults
 
 
-def engine_tp_choices(shape: ModelShape) -> list[int]:
-    """Tensor-parallel sizes of a vLLM engine that holds parts of each expert, ascending."""
-    return [tp for tp in range(1, shape.num_heads + 1) if not engine_tp_faults(shape, tp)]
+def engine_tp_choices(shape: ModelShape, whole_experts: bool = False) -> list[int]:
+    """Tensor-parallel sizes of a vLLM engine, ascending. whole_experts: its ranks hold these, not parts of each."""
+    choices = range(1, shape.num_heads + 1)
+    return [tp for tp in choices if not engine_tp_faults(shape, tp, tp if whole_experts else 1)]
 
 
 def engine_vocab(shape: ModelShape) -> int:

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_rl.engines import ENGINES, PATH_FORM, Engine, engine_of
@@ -65,6 +67,10 @@ class EngineSettings:
     engine_kwargs: dict[str, object] = field(default_factory=dict)
     adapters: Adapters | None = None
     """Adapters (LoRA) that the engine holds beside its weights."""
+    deals_experts: bool = False
+    """Each of its ranks holds whole experts."""
+    returns_experts: bool = False
+    """Samples say which experts their tokens went to (Samples.routed)."""
     ranks: tuple[int, ...] = ()
     """Ranks of the default process group that share the engine, in tensor-parallel order; all of them build it, and get
     the same calls. Empty: this rank alone."""
@@ -181,6 +187,15 @@ def check_requests(
                 f"request {i}: prompt of {len(request.token_ids)} tokens + {sampling.max_tokens} new ones pass the "
                 f"engine's max_model_len {max_model_len}; raise rollout.max_model_len or lower data.max_response_length"
             )
+
+
+def compact_experts(experts: Sequence[npt.NDArray[np.integer[Any]]]) -> list[npt.NDArray[np.uint8 | np.int16]]:
+    """Of each sample [rows, layers, k], numbered from 0, -1 where none is known -> as Samples.routed has them: numbered
+    from 1, 0 where none is known, in the smallest type.
+    """
+    most = max((int(one.max(initial=0)) for one in experts), default=0)
+    dtype = np.uint8 if most < np.iinfo(np.uint8).max else np.int16
+    return [(one.astype(np.int32) + 1).astype(dtype) for one in experts]
 
 
 def whole_update(

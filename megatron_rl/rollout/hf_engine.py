@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -13,12 +17,12 @@ from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import Family, constants
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.beat import beat
-from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests, compact_experts
 from megatron_rl.types import Samples
 from megatron_rl.weights.dtypes import DTYPES
 
-_Row = tuple[list[int], list[float], bool]
-"""Ids and log-probabilities of a sample, and whether it ended by itself."""
+_Row = tuple[list[int], list[float], bool, "npt.NDArray[np.integer[Any]] | None"]
+"""Ids and log-probabilities of a sample, whether it ended by itself, and its tokens' experts."""
 
 
 def checkpoint_views(tensors: Mapping[str, torch.Tensor], shape: ModelShape, family: Family) -> dict[str, torch.Tensor]:
@@ -41,6 +45,42 @@ def checkpoint_views(tensors: Mapping[str, torch.Tensor], shape: ModelShape, fam
     return views
 
 
+class _Routers:
+    """Notes which experts each token went to."""
+
+    def __init__(self, model: torch.nn.Module, layers: int, path: str) -> None:
+        """RolloutError if the model has no routers that say so. path: of the model, for messages."""
+        routers = {name: one for name, one in model.named_modules() if name.endswith("mlp.gate")}
+        self._layers = layers
+        self._seen: dict[int, list[torch.Tensor]] = {}
+        self._path = path
+        if not routers:
+            raise RolloutError(f"actor.router_replay: transformers' model of {path} has no routers")
+        for name, router in routers.items():
+            router.register_forward_hook(partial(self._note, int(name.split(".")[-3])))
+
+    def _note(self, layer: int, module: torch.nn.Module, inputs: object, output: object) -> None:
+        chosen = output[-1] if isinstance(output, tuple) else None
+        if not isinstance(chosen, torch.Tensor) or chosen.dtype != torch.int64:
+            raise RolloutError(
+                f"actor.router_replay: transformers' routers of {self._path} do not say what they choose"
+            )
+        self._seen.setdefault(layer, []).append(chosen)
+
+    def take(self, rows: int) -> npt.NDArray[np.integer[Any]]:
+        """[rows, tokens, layers, k] of all that was computed since the last call; -1 in layers without a router."""
+        steps = {
+            layer: torch.cat([one.view(rows, -1, one.shape[-1]) for one in several], 1).cpu().numpy()
+            for layer, several in self._seen.items()
+        }
+        self._seen.clear()
+        tokens, topk = next(iter(steps.values())).shape[1:]
+        whole = np.full((rows, tokens, self._layers, topk), -1, np.int32)
+        for layer, chosen in steps.items():
+            whole[:, :, layer] = chosen
+        return whole
+
+
 class HfEngine:
     """A causal LM of transformers with a KV cache, sampled token by token."""
 
@@ -54,6 +94,9 @@ class HfEngine:
         dtype = DTYPES[settings.dtype]
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         self._model.to(settings.device)
+        self._routers = (
+            _Routers(self._model, self._shape.num_layers, settings.model_path) if settings.returns_experts else None
+        )
         self._tokenizer = load_tokenizer(settings.tokenizer_path) if settings.needs_text else None
 
     @property
@@ -73,8 +116,10 @@ class HfEngine:
             for k, i in enumerate(members):
                 rows[i] = made[k * sampling.n : (k + 1) * sampling.n]
         ordered = [row for i in range(len(requests)) for row in rows[i]]
-        ids, logprobs, stopped = [list(column) for column in zip(*ordered, strict=True)] or ([], [], [])
-        return Samples.from_lists(ids, logprobs, ["stop" if one else "length" for one in stopped], self._version)
+        ids, logprobs, stopped, routed = [list(column) for column in zip(*ordered, strict=True)] or ([], [], [], [])
+        finish = ["stop" if one else "length" for one in stopped]
+        experts = compact_experts(routed) if self._routers is not None else None
+        return Samples.from_lists(ids, logprobs, finish, self._version, experts)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[_Row]:
         device = self._model.device
@@ -99,7 +144,18 @@ class HfEngine:
             if bool(done.all()):
                 break
         columns = zip(*(torch.stack(x, 1).tolist() for x in (tokens, logprobs, live)), done.tolist(), strict=True)
-        return [(row[: sum(alive)], probs[: sum(alive)], stopped) for row, probs, alive, stopped in columns]
+        experts = None if self._routers is None else self._routers.take(len(seeds))
+        # A sample's last token is not computed.
+        known = len(requests[0].token_ids) - 1
+        return [
+            (
+                row[: sum(alive)],
+                probs[: sum(alive)],
+                stopped,
+                None if experts is None else experts[i, : known + sum(alive)],
+            )
+            for i, (row, probs, alive, stopped) in enumerate(columns)
+        ]
 
     def _has_stop_text(self, tokens: Sequence[torch.Tensor], stop: Sequence[str]) -> torch.Tensor:
         """[b] bool: whether the text of a row's tokens, given as [b] a step, has a stop text in it."""

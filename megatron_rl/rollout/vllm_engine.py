@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_rl.data.tokenizer import prepared_folder
-from megatron_rl.engines.vllm import adapter_arguments, why_refused
+from megatron_rl.engines.vllm import ENGINE, adapter_arguments, why_refused
 from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
@@ -30,6 +30,7 @@ from megatron_rl.rollout.engine import (
     Request,
     Sampling,
     check_requests,
+    compact_experts,
     whole_update,
 )
 from megatron_rl.types import FINISH_REASONS, Samples
@@ -124,6 +125,7 @@ class VllmEngine:
             _keep_plain_weights()
             _pack_experts_again()
         self._can_sleep = settings.free_cache_engine and not self._on_cpu
+        self._refuse_on_cpu()
         for keyword in settings.engine_kwargs:
             refused = why_refused(keyword)
             if refused:
@@ -146,6 +148,12 @@ class VllmEngine:
         if self._on_cpu:
             # Packed experts cannot be read back; on CPU there is memory for both forms.
             self._loaded.make_plain()
+
+    def _refuse_on_cpu(self) -> None:
+        wanted = {"rollout.ep": self._settings.deals_experts, "actor.router_replay": self._settings.returns_experts}
+        for key, reason in ENGINE.cpu_lacks.items():
+            if self._on_cpu and wanted[key]:
+                raise RolloutError(f"{key}: {reason} -- leave it out on CPUs")
 
     def _beat_each_step(self) -> None:
         """A long generation is no hang: each step of vLLM's engine says that it goes on."""
@@ -191,6 +199,10 @@ class VllmEngine:
         }
         if settings.adapters is not None:
             arguments |= adapter_arguments(settings.adapters.rank)
+        if settings.deals_experts:
+            arguments["enable_expert_parallel"] = True
+        if settings.returns_experts:
+            arguments["enable_return_routed_experts"] = True
         if ranks:
             arguments["tensor_parallel_size"] = len(ranks)
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -275,7 +287,16 @@ class VllmEngine:
             [completion.logprobs.logprobs for completion in completions],
             [completion.finish_reason for completion in completions],
             self._version,
+            self._routed(completions),
         )
+
+    def _routed(self, completions: Sequence[Any]) -> list[Any] | None:
+        """[tokens computed, layers, k] of each, prompt first; the last token is sampled and not computed."""
+        if not self._settings.returns_experts:
+            return None
+        if any(completion.routed_experts is None for completion in completions):
+            raise RolloutError("actor.router_replay: this vLLM did not return the experts that tokens went to")
+        return compact_experts([completion.routed_experts for completion in completions])
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """See RolloutEngine. Parameters that back ends rearrange for their kernels stand here plain."""

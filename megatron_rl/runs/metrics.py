@@ -32,6 +32,10 @@ _POLICY_NAMES = {
     "approx_kl": "policy/approx_kl",
     "kl_ref": "kl/ref",
     "nll": "sft/loss",
+    **{
+        f"router_{name}": f"policy/router_{name}"
+        for name in ("load_max", "load_mean", "entropy", "balance", "changed", "unknown")
+    },
     "vf_loss": "critic/value_loss",
     "vf_error": "critic/value_error",
     "value": "critic/new_value_mean",

@@ -38,9 +38,17 @@ class BatchWorker:
         """Fetch the sequences of a step; those of the step before are let go."""
         self._loaded = RankBatch.load(source)
 
-    def micros(self, micros: MicroBatches, columns: Mapping[str, Column] | None = None) -> list[TrainBatch]:
-        """Micro-batches by sequence numbers. columns: {what the loss calls it: the column}."""
-        return self._batch.micros(micros, columns if self._has_columns else None)
+    def micros(
+        self, micros: MicroBatches, columns: Mapping[str, Column] | None = None, *, replay: bool = False
+    ) -> list[TrainBatch]:
+        """Micro-batches by sequence numbers. columns: {what the loss calls it: the column}. replay: routers choose the
+        experts that the batch holds.
+        """
+        return self._batch.micros(micros, columns if self._has_columns else None, replay=replay)
+
+    def write_routed(self, micros: MicroBatches, pieces: Sequence[torch.Tensor]) -> None:
+        """The experts that a pass over `micros` chose on this rank, [tokens of each, layers, k]."""
+        self._batch.write_routed(micros, pieces)
 
     def write(self, column: Column, micros: MicroBatches, pieces: Sequence[torch.Tensor]) -> None:
         """What a pass over `micros` gave, [tokens of each]; empty on a rank without columns."""

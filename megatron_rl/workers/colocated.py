@@ -86,8 +86,7 @@ class ColocatedWorker:
 
 def engine_layout(cfg: RunConfig, order: Sequence[int]) -> EngineLayout:
     """Engines of rollout.tp ranks on the processes of `order`, slot by slot."""
-    tp = cfg.rollout.tp
-    return EngineLayout(tp, tp if cfg.rollout.engine_kwargs.get("enable_expert_parallel") else 1, tuple(order))
+    return EngineLayout(cfg.rollout.tp, cfg.rollout.ep, tuple(order))
 
 
 def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: EngineLayout, rank: int) -> EngineSettings:
@@ -113,6 +112,8 @@ def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: Engi
         needs_text=bool(rollout.stop),
         engine_kwargs=dict(rollout.engine_kwargs),
         adapters=adapters_of(cfg.model.lora, shape) if cfg.model.lora.sync == "adapter" else None,
+        deals_experts=layout.ep > 1,
+        returns_experts=cfg.actor.router_replay == "rollout",
         ranks=layout.ranks[number * layout.tp : (number + 1) * layout.tp],
     )
 

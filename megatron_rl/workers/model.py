@@ -17,7 +17,7 @@ from megatron_rl.mcore.finite import refuse_bad_weights
 from megatron_rl.mcore.heads import columns_reader
 from megatron_rl.mcore.lora import attach, merged_values, without_adapters
 from megatron_rl.mcore.offload import Offload
-from megatron_rl.mcore.step import forward_columns, optimizer_step
+from megatron_rl.mcore.step import forward, forward_columns, optimizer_step
 from megatron_rl.types import StepReport, TrainBatch
 from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource
 from megatron_rl.weights.peft_files import AdapterFile, NewAdapters
@@ -114,9 +114,18 @@ class TrainedModel:
         """See read_columns. A collective over all ranks."""
         return read_columns(self.model, read, micros)
 
-    def step(self, objective: Objective, micros: Sequence[TrainBatch]) -> tuple[StepReport, list[torch.Tensor]]:
+    def forward_recording(
+        self, read: Read, micros: Sequence[TrainBatch]
+    ) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+        """As `forward`, and the experts that this rank's layers chose, [T, layers, k] of each micro-batch."""
+        found = forward(self.model, micros, columns_reader(self.model, read.columns, read.temperature), records=True)
+        return found.columns, found.routed
+
+    def step(
+        self, objective: Objective, micros: Sequence[TrainBatch], balance_coef: float = 0.0
+    ) -> tuple[StepReport, list[torch.Tensor]]:
         """One optimizer step (mcore.step.optimizer_step). A collective over all ranks."""
-        report, column = optimizer_step(self.trainable, micros, objective.on(self.model))
+        report, column = optimizer_step(self.trainable, micros, objective.on(self.model), balance_coef)
         self.changed |= report.updated
         return report, column
 

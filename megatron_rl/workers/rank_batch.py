@@ -7,7 +7,7 @@ rank, T their tokens end to end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -55,7 +55,8 @@ class RankBatch:
         if isinstance(source, MaskedSequences):
             return RankBatch(source.numbers, masked_sequences(source.tokens, source.masks))
         responses, logprobs = source.fetch()
-        return RankBatch(source.numbers, end_to_end(source.prompts, source.prompt_of.tolist(), responses, logprobs))
+        batch = end_to_end(source.prompts, source.prompt_of.tolist(), responses, logprobs)
+        return RankBatch(source.numbers, replace(batch, routed=routed_of(source, batch.starts)))
 
     @property
     def num_sequences(self) -> int:
@@ -111,8 +112,32 @@ class RankBatch:
         index = torch.cat([self._tokens_of(micro) for micro in micros])
         column[index] = torch.cat([piece.float() for piece in pieces])
 
-    def micro(self, sequences: Sequence[int], columns: Mapping[str, Column] | None = None) -> TrainBatch:
-        """The given sequences, in the given order. columns: {what the loss calls it: the column here}."""
+    def write_routed(self, micros: MicroBatches, pieces: Sequence[torch.Tensor]) -> None:
+        """Write the experts that a pass chose, [tokens of the micro-batch, layers, k] of each, numbered from 1."""
+        # A micro-batch of padding has no expert to say the dtype.
+        dtype = torch.promote_types(torch.uint8, max((p.dtype for p in pieces), key=lambda dtype: dtype.itemsize))
+        if self._batch.routed is None:
+            sizes = max((piece.shape[1:] for piece in pieces), key=lambda size: size[-1])
+            self._batch = replace(self._batch, routed=torch.zeros(self._batch.num_tokens, *sizes, dtype=dtype))
+        assert self._batch.routed is not None
+        if self._batch.routed.dtype.itemsize < dtype.itemsize:
+            self._batch = replace(self._batch, routed=self._batch.routed.to(dtype))
+        assert self._batch.routed is not None
+        for micro, piece in zip(micros, pieces, strict=True):
+            if len(piece):
+                self._batch.routed[self._tokens_of(micro)] = piece.to(dtype)
+
+    def micro(
+        self, sequences: Sequence[int], columns: Mapping[str, Column] | None = None, *, replay: bool = False
+    ) -> TrainBatch:
+        """The given sequences, in the given order. columns: {what the loss calls it: the column here}. replay: with the
+        experts that their routers are to choose; FlowError if nothing has written them.
+        """
+        if replay and self._batch.routed is None:
+            raise FlowError(
+                "the batch on the ranks has no choices of experts to replay -- run the pass that records them (old "
+                "log-probabilities), or an engine that returns them"
+            )
         index = self._tokens_of(sequences)
         chosen = {name: self.column(source) for name, source in (columns or {}).items()}
         return TrainBatch(
@@ -120,11 +145,14 @@ class RankBatch:
             seq_lens=tuple(self.seq_lens[self._place[number]] for number in sequences),
             loss_mask=self.loss_mask[index],
             columns={name: column[index] for name, column in chosen.items()},
+            routed=self._batch.routed[index] if replay and self._batch.routed is not None else None,
         )
 
-    def micros(self, micros: MicroBatches, columns: Mapping[str, Column] | None = None) -> list[TrainBatch]:
+    def micros(
+        self, micros: MicroBatches, columns: Mapping[str, Column] | None = None, *, replay: bool = False
+    ) -> list[TrainBatch]:
         """`micro` of each."""
-        return [self.micro(micro, columns) for micro in micros]
+        return [self.micro(micro, columns, replay=replay) for micro in micros]
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """[S] float64: the sum of [T] values over each sequence's trained tokens."""
@@ -149,6 +177,24 @@ class RankBatch:
         places = [self._place[number] for number in sequences]
         pieces = [torch.arange(starts[i], starts[i + 1]) for i in places]
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+
+
+def routed_of(source: SequenceRefs, starts: Sequence[int]) -> torch.Tensor | None:
+    """[T, layers, k] the experts that engines chose, 0 where they chose none: they do not compute the last token of a
+    sequence. None if they returned none. starts: first token of each sequence, and T.
+    """
+    parts = [part.fetch() for part in source.parts]
+    tables = [part.routed for part in parts if part.routed is not None]
+    if not tables:
+        return None
+    widest = max(tables, key=lambda table: table.itemsize)
+    whole = torch.zeros(starts[-1], *widest.shape[1:], dtype=torch.from_numpy(widest[:0]).dtype)
+    for sequence, (part, row) in enumerate(zip(source.part_of.tolist(), source.row_of.tolist(), strict=True)):
+        rows = parts[part].routed_rows(row)
+        if rows is not None:
+            assert len(rows) <= starts[sequence + 1] - starts[sequence], (len(rows), sequence)
+            whole[starts[sequence] : starts[sequence] + len(rows)] = torch.from_numpy(rows.copy())
+    return whole
 
 
 def end_to_end(

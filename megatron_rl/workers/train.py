@@ -90,9 +90,14 @@ class TrainWorker:
         model = self.trained.get(role) or self.frozen.get(role)
         if model is None:
             raise self._no_role(role)
+        replay = self._cfg.actor.router_replay if role == "actor" else "off"
         # A model without memory of its own is in that of the role whose adapters it leaves out.
         self.enter("forward", self._plan.roles[role].base_of or role)
-        found = model.forward(read, self.batch.micros(micros))
+        if replay == "old" and "old_logprobs" in into.values():
+            found, routed = self._trained(role).forward_recording(read, self.batch.micros(micros))
+            self.batch.write_routed(micros, routed)
+        else:
+            found = model.forward(read, self.batch.micros(micros, replay=replay == "rollout"))
         self.enter("between")
         for name, column in into.items():
             self.batch.write(column, micros, [of_micro[name] for of_micro in found])
@@ -112,7 +117,10 @@ class TrainWorker:
         """
         model = self._trained(role)
         self.enter("update", role)
-        report, found = model.step(objective, self.batch.micros(micros, columns))
+        actor = self._cfg.actor
+        replay, balance_coef = role == "actor" and actor.router_replay != "off", actor.router_aux_loss_coef
+        batches = self.batch.micros(micros, columns, replay=replay)
+        report, found = model.step(objective, batches, balance_coef if role == "actor" else 0.0)
         self.enter("between")
         if into is not None:
             self.batch.write(into, micros, found)

@@ -64,6 +64,62 @@ def engine_layout(cfg: RunConfig) -> list[Fault]:
     return [Fault("rollout.tp", tp, reason, f"use {listed(divisors(cfg.world_size))}")]
 
 
+def engine_experts(cfg: RunConfig) -> list[Fault]:
+    """Experts are dealt to the ranks of one engine, by one that can."""
+    ep, tp = cfg.rollout.ep, cfg.rollout.tp
+    if not cfg.needs.rollouts or ep == 1:
+        return []
+    cure = "set rollout.ep=1: each rank then holds a part of every expert"
+    if not cfg.engine.deals_experts:
+        others = _engines(lambda engine: engine.deals_experts)
+        return [Fault("rollout.ep", ep, f"the engine {cfg.rollout.name} deals no experts", f"{cure}; or use {others}")]
+    if ep != tp:
+        reason = (
+            f"is not rollout.tp {tp}: engines of a run do not share experts, and each deals its own to its tp ranks"
+        )
+        return [Fault("rollout.ep", ep, reason, f"{cure}; or set rollout.tp={ep}")]
+    return _cpu_lacks(cfg, "rollout.ep", ep, cure)
+
+
+def _cpu_lacks(cfg: RunConfig, key: str, value: object, cure: str) -> list[Fault]:
+    reason = cfg.engine.cpu_lacks.get(key)
+    return [Fault(key, value, reason, cure)] if reason and cfg.cluster.device == "cpu" else []
+
+
+def router_replay(cfg: RunConfig) -> list[Fault]:
+    """The engine returns the experts that are to be chosen again."""
+    replay = cfg.actor.router_replay
+    if replay != "rollout" or not cfg.needs.rollouts:
+        return []
+    cure = "use actor.router_replay=old or off"
+    if not cfg.engine.returns_experts:
+        others = _engines(lambda engine: engine.returns_experts)
+        reason = f"the engine {cfg.rollout.name} does not return the experts that tokens went to"
+        return [Fault("actor.router_replay", replay, reason, f"{cure}, or {others}")]
+    return _cpu_lacks(cfg, "actor.router_replay", replay, f"{cure}, or rollout.name=hf")
+
+
+def routers(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
+    """What concerns experts is given only where the model has them; a replay, where there are rollouts."""
+    shape, actor = models.actor(cfg), cfg.actor
+    given: dict[str, object] = {
+        "actor.router_replay": None if actor.router_replay == "off" else actor.router_replay,
+        "actor.router_aux_loss_coef": actor.router_aux_loss_coef or None,
+        "rollout.ep": None if cfg.rollout.ep == 1 or not cfg.needs.rollouts else cfg.rollout.ep,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    if shape is not None and not shape.num_experts:
+        reason = f"concerns experts, and {shape.architecture} has none"
+        return [Fault(key, value, reason, "leave it out") for key, value in given.items()]
+    if "actor.router_replay" in given and not cfg.needs.rollouts:
+        reason = f"repeats what was chosen for rollouts, and algorithm.name {cfg.algorithm.name} has none"
+        return [Fault("actor.router_replay", actor.router_replay, reason, "leave it out")]
+    if shape is not None and cfg.rollout.ep > shape.num_experts:
+        reason = f"is more than the {shape.num_experts} experts of {cfg.model.path}"
+        return [Fault("rollout.ep", cfg.rollout.ep, reason, "set it to 1")]
+    return []
+
+
 def engine_length(cfg: RunConfig) -> list[Fault]:
     """The engine cuts no response short."""
     longest = cfg.rollout.max_model_len
@@ -95,7 +151,7 @@ def engine_parallel(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     tp = cfg.rollout.tp
     if shape is None or not cfg.needs.rollouts or cfg.engine.parameters != "fused" or cfg.world_size % tp:
         return []
-    fitting = engine_tp_choices(shape)
+    fitting = engine_tp_choices(shape, cfg.rollout.ep > 1)
     if tp in fitting:
         return []
     reason = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.algos.losses import LOSSES
 from megatron_rl.algos.losses.base import PolicyLoss
@@ -23,6 +23,11 @@ _LOSS_SHORT = {
 }
 """actor.<key> that is short for actor.loss.<setting>"""
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _off_of_yaml(value: object) -> object:
+    """YAML reads the word off as false."""
+    return "off" if value is False else value
 
 
 def offloaded_kinds(params: bool, grads: bool, optimizer: bool) -> tuple[str, ...]:
@@ -138,6 +143,12 @@ class ActorConfig(ParallelConfig):
     """KL estimator of the KL loss (Schulman 2020); abs is |log ratio|. With a +: same value, the KL's own gradient."""
     kl_loss_importance: bool = False
     """Multiply the KL loss by the ratio of new to old policy: unbiased after a step's first update (DeepSeek-V3.2)."""
+    router_replay: Annotated[Literal["off", "old", "rollout"], BeforeValidator(_off_of_yaml)] = "off"
+    """Have routers choose the experts of an earlier pass, weighted by their own logits: old, of the pass for the old
+    log-probabilities, in the update; rollout, of the engine, in both (R3, Ma et al. 2025)."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Coefficient of a balancing loss over the experts of each layer, over the whole mini-batch (Qiu et al. 2025). It
+    costs a forward pass more an update, which counts the tokens of each expert."""
 
     @property
     def offloaded(self) -> tuple[str, ...]:

@@ -44,6 +44,9 @@ class RolloutConfig:
     further stop token."""
     tp: PositiveInt = 1
     """Tensor parallelism (TP) size of one engine."""
+    ep: PositiveInt = 1
+    """Expert parallelism (EP) size of one engine: 1, each rank holds a part of every expert; or tp, each rank holds
+    whole experts (vLLM's enable_expert_parallel)."""
     share_weights: bool = True
     """Let engine parameters share the trainer's memory if both store the same shard in the same layout and precision
     (vLLM; not with actor.param_offload). The other parameters are copied at each weight sync."""
@@ -72,6 +75,6 @@ class RolloutConfig:
     """Use one seed per sample: samples then depend neither on the layout nor on the batch order."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of vLLM's constructor that change only speed and memory (block_size,
-    enable_prefix_caching, enable_expert_parallel, compilation_config, ...); others are refused by name."""
+    enable_prefix_caching, compilation_config, ...); others are refused by name."""
     val: ValSamplingConfig = Field(default_factory=ValSamplingConfig)
     """Sampling of the validation set."""

@@ -13,7 +13,7 @@ from functools import cache
 
 from megatron_rl.config.text.reader import Entry
 from megatron_rl.config.text.schema import Schema
-from megatron_rl.config.verl import keys, lora, neutral, rules, sft, training
+from megatron_rl.config.verl import experts, keys, lora, neutral, rules, sft, training
 from megatron_rl.config.verl.work import DEFAULT, Mapped, Translation, Work
 
 
@@ -36,7 +36,7 @@ def translate(entries: Iterable[Entry], schema: Schema) -> Translation:
     trains_alone = sft.is_sft(list(latest))
     latest, names = sft.renamed(latest) if trains_alone else (latest, {})
     work = Work(latest, schema, names)
-    chosen = sft.RULES if trains_alone else (*rules.RULES, *training.RULES, lora.lora)
+    chosen = sft.RULES if trains_alone else (*rules.RULES, *training.RULES, lora.lora, experts.experts)
     for combine in chosen:
         combine(work)
     for entry in list(latest.values()):
@@ -175,7 +175,7 @@ def known_keys() -> tuple[str, ...]:
     switches = [prefix + name for prefix, group in neutral.GROUPS.items() for name in group.switches if name]
     tables: tuple[Iterable[str], ...] = (
         keys.RENAMED, keys.SPECIAL, keys.CHOICES, keys.FREE,
-        neutral.NEUTRAL, rules.KEYS, training.KEYS, lora.KEYS, switches,
+        neutral.NEUTRAL, rules.KEYS, training.KEYS, lora.KEYS, experts.KEYS, switches,
     )  # fmt: skip
     return tuple(dict.fromkeys(key for table in tables for key in table))
 

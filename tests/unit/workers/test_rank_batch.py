@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.errors import FlowError
-from megatron_rl.types import Column
+from megatron_rl.rollout.engine import compact_experts
+from megatron_rl.types import Column, Samples, SequenceRefs
 from megatron_rl.workers.rank_batch import RankBatch, end_to_end, masked_sequences
 
 
@@ -87,3 +90,49 @@ def test_sequences_with_a_mask_of_their_own_never_train_on_their_first_token() -
     )
     assert batch.tokens.tolist() == [3, 4, 5, 6, 7, 8] and batch.seq_lens == (2, 1, 3)
     assert batch.loss_mask.tolist() == [False, True, False, False, True, True]
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A handle to what is in this process."""
+
+    samples: Samples
+
+    def fetch(self) -> Samples:
+        return self.samples
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(254, torch.uint8), (255, torch.int16)])
+def test_experts_of_engines_reach_the_tokens_that_they_were_chosen_for(largest: int, dtype: torch.dtype) -> None:
+    """Prompts and responses; not the last token of a sequence, nor layers without experts. Numbered from 1."""
+    # [rows, 2 layers, 1 expert]; layer 0 has no experts.
+    tables = [np.array([[[-1], [row]] for row in rows]) for rows in ((0, 1, 2), (largest,))]
+    samples = Samples.from_lists([[8, 1], [9]], [[0.0, 0.0], [0.0]], ["stop"] * 2, 0, compact_experts(tables))
+    other = Samples.from_lists([[3]], [[0.0]], ["stop"], 0)
+    refs = SequenceRefs(
+        numbers=(4, 6, 5),
+        prompts=(_ids(5, 6), _ids(4)),
+        prompt_of=_ids(1, 0, 1),
+        parts=(_Here(samples), _Here(other)),
+        part_of=_ids(0, 0, 1),
+        row_of=_ids(1, 0, 0),
+    )
+    batch = RankBatch.load(refs)
+    (micro,) = batch.micros(((6, 4, 5),), replay=True)
+    assert micro.routed is not None and micro.routed.dtype == dtype and micro.routed.shape == (8, 2, 1)
+    assert micro.routed[:, 1, 0].tolist() == [1, 2, 3, 0, largest + 1, 0, 0, 0]
+    assert not micro.routed[:, 0].any()
+    assert batch.micro((6,)).routed is None, "nothing is replayed that nobody asked for"
+
+
+def test_experts_that_a_pass_chose_are_those_that_an_update_repeats() -> None:
+    batch = _batch()
+    with pytest.raises(FlowError, match="no choices of experts to replay"):
+        batch.micros(((7,),), replay=True)
+    chosen = torch.arange(1, 7).view(6, 1, 1)
+    # The second micro-batch is padding, and knows of no experts.
+    batch.write_routed(((5, 7), ()), [chosen.to(torch.uint8), torch.zeros(0, 1, 0, dtype=torch.uint8)])
+    batch.write_routed(((2,),), [torch.full((4, 1, 1), 300, dtype=torch.int16)])
+    micro = batch.micro((7, 5, 2), replay=True)
+    assert micro.routed is not None
+    assert micro.routed.reshape(-1).tolist() == [3, 4, 5, 6, 1, 2, 300, 300, 300, 300]

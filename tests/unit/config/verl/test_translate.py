@@ -384,6 +384,14 @@ def test_experts_are_split_as_verl_splits_them(tmp_path: Path) -> None:
     assert read(tmp_path, *ep2, f"{key}=null").config.actor.etp == 2
     assert read(tmp_path, *ep2, f"{key}=1").config.actor.etp == 1
     assert read(tmp_path, *ep2, "actor.etp=1").config.actor.etp == 1
+    # R3 needs an engine that returns its experts.
+    replay = (f"{ACTOR}router_replay.mode=R3", f"{ROLLOUT}enable_rollout_routing_replay=True", "rollout.name=hf")
+    loss = f"+{ACTOR}megatron.override_transformer_config.moe_aux_loss_coeff=0.01"
+    actor = read(tmp_path, *model, *replay, loss).config.actor
+    assert (actor.router_replay, actor.router_aux_loss_coef) == ("rollout", 0.01)
+    assert read(tmp_path, *model, f"{ACTOR}megatron.router_replay.mode=R2").config.actor.router_replay == "old"
+    dealt = (f"{ROLLOUT}expert_parallel_size=2", f"{ROLLOUT}tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
+    assert read(tmp_path, *model, *dealt).config.rollout.ep == 2
 
 
 @pytest.mark.parametrize(
