@@ -97,6 +97,10 @@ with start_group(Worker, (), cluster, RankGrid.flat(2), "cpu") as group:
     except NodeLost as error:
         print("NodeLost", error)
     pids = group.backend.pids
+# Those of the lost node end by themselves, once they see that their raylet is gone.
+end = time.monotonic() + 30.0
+while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < end:
+    time.sleep(0.1)
 if not any(psutil.pid_exists(pid) for pid in pids):
     print("no rank is left")
 nodes.shutdown()

@@ -44,8 +44,8 @@ def chat_folder(
     template: str | list[dict[str, str]] | None = CHATML,
     **settings: Any,
 ) -> Path:
-    """A model folder whose tokenizer writes ChatML, or by another template or several by name, with the given pairs of
-    tokens merged.
+    """A model folder whose tokenizer writes ChatML, or by another template or several by name; merges: pairs of tokens
+    that are one token.
     """
     model_folder(folder, chat_template=template, eos_token="<|im_end|>", pad_token="<|endoftext|>", **settings)
     path = folder / "tokenizer.json"

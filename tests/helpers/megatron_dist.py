@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,7 +42,7 @@ def chunks(folder: str, actor: ActorConfig, world: int, dtype: str) -> list[Any]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     models: list[Any] = []
     for number in range(actor.vpp):
-        spec = get_gpt_layer_local_spec(
+        spec: Any = get_gpt_layer_local_spec(
             num_experts=shape.num_experts or None, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
         )
         # Megatron's own norm, torch's, knows no sequence parallelism.
@@ -51,10 +51,11 @@ def chunks(folder: str, actor: ActorConfig, world: int, dtype: str) -> list[Any]
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         layers = actor.stages(shape.num_layers)[stage][number]
+        block: Any = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=cast("Any", RMSNorm))
         models.append(
             GPTModel(
                 config=config,
-                transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm),
+                transformer_layer_spec=block,
                 vocab_size=padded_vocab(shape, actor.tp),
                 max_sequence_length=shape.max_position_embeddings,
                 pre_process=stage == 0 and number == 0,
@@ -90,7 +91,7 @@ def load_torch_dist(models: list[Any], path: Path) -> None:
     """Fill the models from a checkpoint, by Megatron's own reader."""
     from megatron.core import dist_checkpointing
 
-    state = dist_checkpointing.load(sharded(models), str(path))
+    state: Any = dist_checkpointing.load(sharded(models), str(path))
     names = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
     for name, model in zip(names, models, strict=True):
         model.load_state_dict(state[name], strict=True)

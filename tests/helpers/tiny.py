@@ -15,10 +15,11 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 4.0,
     "beta_slow": 1.0,
 }  # fmt: skip
+# vLLM's kernel for CPUs takes these two sizes of latent attention, and no others: kv_lora_rank and qk_rope_head_dim.
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 48, "n_shared_experts": 2,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
-    "first_k_dense_replace": 1, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20,
+    "first_k_dense_replace": 1, "kv_lora_rank": 512, "qk_nope_head_dim": 24, "qk_rope_head_dim": 64, "v_head_dim": 20,
     "rms_norm_eps": 3e-4,
 }  # fmt: skip
 # Family -> its name in transformers, and the fields that it has besides the common ones.

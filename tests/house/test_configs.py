@@ -9,14 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
-from tests.helpers.config import make_model, make_published_model
+from tests.helpers.config import make_model, make_published_model, write_headers
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
@@ -44,7 +42,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
     trained = folder / "runs/quickstart/sft/final"
     shutil.copytree(folder / "runs/quickstart/data/model", trained)
-    save_file({"model.embed_tokens.weight": np.zeros((2, 2), np.float32)}, trained / "model.safetensors")
+    write_headers(trained)
     shutil.copytree(trained, folder / "runs/reasoning_gym/sft/final")
     make_model(folder / "models/Qwen2.5-0.5B-Instruct", max_position_embeddings=32768)
     for model, shape in CLUSTER.values():

@@ -19,7 +19,7 @@ from megatron_rl.models.tokenizers.sentencepiece import (
     sentencepiece_json,
 )
 
-Kind = Literal["json", "sentencepiece", "tiktoken", "tekken", "vocabulary"]
+TokenizerKind = Literal["json", "sentencepiece", "tiktoken", "tekken", "vocabulary"]
 KINDS = "tokenizer.json, tokenizer.model (sentencepiece or tiktoken), *.tiktoken, tiktoken.model, tekken.json"
 
 
@@ -30,7 +30,7 @@ class TokenizerFile:
     """
 
     path: Path
-    kind: Kind
+    kind: TokenizerKind
 
 
 def tokenizer_file(folder: Path) -> TokenizerFile:
@@ -57,7 +57,7 @@ def other_tokenizers(folder: Path) -> list[str]:
     return names + [name for name in ("tokenizer.model", "tiktoken.model", "tekken.json") if (folder / name).is_file()]
 
 
-def _kind(path: Path) -> Kind:
+def _kind(path: Path) -> TokenizerKind:
     if path.suffix != ".model":
         return "tekken" if path.suffix == ".json" else "tiktoken"
     with path.open("rb") as file:

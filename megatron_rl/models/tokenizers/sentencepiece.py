@@ -19,7 +19,7 @@ _SPACE = "\u2581"
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoredPiece:
     """A token: its text (with U+2581 for a space), its score, and what it is (NORMAL, CONTROL, ...)."""
 
     text: str
@@ -31,7 +31,7 @@ class Piece:
 class SentencePiece:
     """What a tokenizer.model holds. A piece's place is its id; an id of -1 stands for a token that is not there."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ScoredPiece, ...]
     algorithm: int
     byte_fallback: bool
     bos_id: int
@@ -54,7 +54,7 @@ class SentencePiece:
 
 def read_sentencepiece(path: Path) -> SentencePiece:
     """The model in a file. Raises ValueError that says why, where it is none."""
-    pieces: list[Piece] = []
+    pieces: list[ScoredPiece] = []
     trainer, normalizer = dict[int, int | bytes](), dict[int, int | bytes]()
     for number, value in _fields(path.read_bytes()):
         if number == 1:
@@ -190,12 +190,12 @@ def _begin(model: SentencePiece) -> dict[str, object] | None:
     }
 
 
-def _piece(fields: Mapping[int, int | bytes]) -> Piece:
+def _piece(fields: Mapping[int, int | bytes]) -> ScoredPiece:
     score = _bytes(fields.get(2, b"\0\0\0\0"))
     if len(score) != 4:
         raise ValueError("a score in it is no number of 32 bits")
     (value,) = struct.unpack("<f", score)
-    return Piece(_bytes(fields.get(1, b"")).decode("utf-8"), value, _int(fields.get(3, NORMAL)))
+    return ScoredPiece(_bytes(fields.get(1, b"")).decode("utf-8"), value, _int(fields.get(3, NORMAL)))
 
 
 def _bytes(value: int | bytes) -> bytes:

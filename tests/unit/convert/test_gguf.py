@@ -62,7 +62,7 @@ def make(folder: Path, family: str, arch: str, quantized: bool, **changes: Any) 
         fields |= {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 48}
     for name, value in (fields | changes).items():
         if value is not None:
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add: Any = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f"{arch}.{name}", value)
     tokens = [*_bytes(), "ab", *(f"<|{n}|>" for n in range(300 - 257))]
     writer.add_tokenizer_model("gpt2")
@@ -190,7 +190,7 @@ def test_smollm2_says_the_same_in_transformers_in_vllm_and_after_a_round_trip(tm
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt").input_ids
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
     by_transformers = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
     assert tokenizer.decode(by_transformers, skip_special_tokens=True) == "The capital of France is Paris."
     engine = LLM(str(tmp_path / "back"), dtype="float32", max_model_len=256, enforce_eager=True)

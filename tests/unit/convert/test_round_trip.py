@@ -40,7 +40,8 @@ def tiny(folder: Path, family: str, **fields: Any) -> str:
     experts = "num_experts_per_tok" in FAMILY_FIELDS[family][1]
     sizes = {"num_key_value_heads": 4, "head_dim": 16, "hidden_size": 64}
     sizes |= {} if experts else {"intermediate_size": 96}
-    return save_tiny(folder, family, **({"tied": False, "layers": 8, "vocab": 131} | sizes | fields))
+    settings: dict[str, Any] = {"tied": False, "layers": 8, "vocab": 131} | sizes | fields
+    return save_tiny(folder, family, **settings)
 
 
 def written(folder: Path | str) -> dict[str, torch.Tensor]:
