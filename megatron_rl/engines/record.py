@@ -44,6 +44,13 @@ class Engine:
     adapter_ranks: tuple[int, ...] = ()
     """Ranks of LoRA adapters that it has kernels for, ascending; it then holds one beside its weights
     (model.lora.sync=adapter). Empty: it holds none."""
+    latent_dims: tuple[int, ...] | None = None
+    """Numbers of a token's compressed keys and values with its position (kv_lora_rank + qk_rope_head_dim) for which it
+    has kernels of latent attention; None: any."""
+    cpu_latent_dims: tuple[int, ...] | None = None
+    """The same on CPUs."""
+    cpu_latent_ropes: tuple[str, ...] | None = None
+    """Kinds of RoPE with which it computes latent attention right on CPUs; None: all."""
     head_dims: tuple[int, ...] | None = None
     """Attention head sizes that it has kernels for; None: all."""
     derives_head_dim: frozenset[str] = frozenset()

@@ -108,6 +108,9 @@ ENGINE = Engine(
     settings=frozenset(OPTIONAL_SETTINGS),
     refuse_keyword=why_refused,
     adapter_ranks=ADAPTER_RANKS,
+    latent_dims=(320, 512, 576),
+    cpu_latent_dims=(576,),
+    cpu_latent_ropes=("yarn",),
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     derives_head_dim=frozenset({"Qwen2ForCausalLM"}),
 )

@@ -12,6 +12,7 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.engines import ENGINES, PATH_FORM, Engine
 from megatron_rl.errors import Fault
 from megatron_rl.models.engine import VOCAB_PADDING, engine_tp_choices
+from megatron_rl.models.shape import Latent, ModelShape
 
 
 def _engines(can: Callable[[Engine], bool]) -> str:
@@ -168,6 +169,8 @@ def head_dim(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     if shape is None or not cfg.needs.rollouts:
         return []
     other = _engines(lambda other: other.runs_model and other.head_dims is None)
+    if shape.latent is not None:
+        return _latent_attention(cfg, shape, shape.latent, other)
     share = shape.hidden_size // shape.num_heads
     if shape.architecture in engine.derives_head_dim and shape.head_dim != share:
         reason = (
@@ -180,6 +183,25 @@ def head_dim(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     reason = f"the engine {engine.name} has no attention kernels for head_dim {shape.head_dim}"
     cure = f"use a model with head_dim {listed(list(engine.head_dims))}, or {other}"
     return [Fault("model.path", cfg.model.path, reason, cure)]
+
+
+def _latent_attention(cfg: RunConfig, shape: ModelShape, latent: Latent, other: str) -> list[Fault]:
+    engine, on_cpu = cfg.engine, cfg.cluster.device == "cpu"
+    where = "on CPUs" if on_cpu else "on GPUs"
+    dims = engine.cpu_latent_dims if on_cpu else engine.latent_dims
+    size = latent.kv_rank + latent.rope_dim
+    faults: list[Fault] = []
+    if dims is not None and size not in dims:
+        reason = f"the engine {engine.name} has no kernels for latent attention of {size} numbers {where}"
+        cure = f"use a model whose kv_lora_rank and qk_rope_head_dim are {listed(list(dims))} together, or {other}"
+        faults.append(Fault("model.path", cfg.model.path, reason, cure))
+    ropes = engine.cpu_latent_ropes
+    if on_cpu and ropes is not None and shape.rope.rope_type not in ropes:
+        reason = (
+            f"the engine {engine.name} computes latent attention with RoPE of type {shape.rope.rope_type} wrong {where}"
+        )
+        faults.append(Fault("model.path", cfg.model.path, reason, f"use {other}"))
+    return faults
 
 
 def engine_positions(cfg: RunConfig, models: ModelShapes) -> list[Fault]:

@@ -16,6 +16,7 @@ from megatron_rl.models.refused import REFUSED
 from megatron_rl.models.rules import hf_shapes, num_parameters
 from megatron_rl.models.shape import ModelShape
 from tests.helpers.config import faults, load, make_model, only_fault, write_headers
+from tests.helpers.tiny import FAMILY_FIELDS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -325,6 +326,22 @@ def test_head_dim_that_vllm_lacks(tmp_path: Path) -> None:
     assert "no attention kernels for head_dim 16" in fault.reason and "32, 64, 80" in fault.cure
     load(tmp_path, f"model.path={folder}", "rollout.name=hf")
     load(tmp_path, f"model.path={folder}", "algorithm.name=sft")
+
+
+def test_latent_attention_that_vllm_lacks(tmp_path: Path) -> None:
+    def folder(name: str, **changes: Any) -> str:
+        named = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "use_sliding_window": None}
+        fields = FAMILY_FIELDS["deepseek_v3"][1] | named | changes
+        return f"model.path={make_model(tmp_path / name, **fields)}"
+
+    cpu = "cluster.device=cpu"
+    load(tmp_path, folder("right"), cpu)
+    fault = only_fault(tmp_path, folder("plain", rope_parameters={"rope_theta": 777.0}), cpu)
+    assert "RoPE of type default wrong on CPUs" in fault.reason and "rollout.name=hf" in fault.cure
+    load(tmp_path, folder("plain", rope_parameters={"rope_theta": 777.0}), cpu, "rollout.name=hf")
+    small = folder("small", kv_lora_rank=256)
+    assert "320 numbers on CPUs" in only_fault(tmp_path, small, cpu).reason
+    load(tmp_path, small, "cluster.device=cuda")
 
 
 def test_sequences_beyond_the_positions_of_the_model(tmp_path: Path) -> None:
