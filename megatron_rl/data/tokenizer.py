@@ -127,7 +127,7 @@ def _compare(tokenizer: Any, file: TokenizerFile, expected: Callable[[str], list
     """Raises DataError for texts that become other ids than the file's own."""
     for text in PROBES:
         wanted = _outcome(expected, text)
-        given = _outcome(lambda text: tokenizer.encode(text, add_special_tokens=False), text)
+        given = _outcome(lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False), text)
         if wanted != given:
             raise DataError(
                 f"{file.path}: transformers loads it as {type(tokenizer).__name__}, which gives other ids than the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,6 @@ def test_files_with_objects_of_megatron_are_refused(tmp_path: Path, capsys: pyte
     source = save_tiny(tmp_path / "hf", "llama", layers=2, hidden_size=32, intermediate_size=48, head_dim=8)
     folder = tmp_path / "old/mp_rank_00"
     folder.mkdir(parents=True)
-    torch.save({"model": {}, "args": Namespace(odd=Path("x"))}, folder / "model_optim_rng.pt")
+    torch.save({"model": {}, "args": Namespace(odd=Fraction(1, 2))}, folder / "model_optim_rng.pt")
     assert mcore_to_hf.main([str(tmp_path / "old"), str(tmp_path / "out"), "--hf", source]) == 2
     assert "only Megatron's own code may open" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -70,9 +70,10 @@ def test_a_prompt_of_rl(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "first prompt: 4 tokens" in out and "text  0+1=\n" in out and "[[" not in out
 
 
-def test_faults_of_data_rewards_and_weights_come_together(
+def test_weights_that_do_not_fit_are_faults_of_the_config(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Their headers are read with it, before any data."""
     model = tmp_path / "model"
     model.mkdir()
     for file in (data / "model").iterdir():
@@ -82,23 +83,33 @@ def test_faults_of_data_rewards_and_weights_come_together(
     tensors["surplus.weight"] = np.zeros(3, np.float32)
     tensors["model.embed_tokens.weight"] = np.zeros((7, 4), np.float32)
     save_file(tensors, model / "model.safetensors")
+    code, _, err = check(capsys, *settings(data, "grpo", model__path=model))
+    assert code == 2
+    for part in (
+        "model.path: ", "missing model.norm.weight", "surplus surplus.weight", "model.embed_tokens.weight is [7, 4]",
+    ):  # fmt: skip
+        assert part in err, part
+
+
+def test_faults_of_data_and_rewards_come_together(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": 3, "answer": "1"}\n{"prompt": "1+1=", "answer": "2"}\n{"answer": "4"}\n')
     reward = tmp_path / "reward.py"
     reward.write_text("def score(sample):\n    raise OSError('no such service')\n")
-    others = {"model__path": model, "data__val_files": bad, "trainer__logger": "mlflow"}
+    others = {"data__val_files": bad, "trainer__logger": "mlflow"}
     code, out, err = check(capsys, *settings(data, "grpo", **others, reward__function=f"{reward}:score"))
     assert code == 2
     for part in (
         "trainer.logger: 'mlflow' -- needs the package mlflow",
-        "model.path: ", "missing model.norm.weight", "surplus surplus.weight", "model.embed_tokens.weight is [7, 4]",
         "2 of 3 data.val_files rows", f"{bad} row 1", f"{bad} row 3",
     ):  # fmt: skip
         assert part in err, part
     assert "train: 8,975 rows" in out and "first prompt" in out
     others["data__val_files"] = data / "val.parquet"
     code, _, err = check(capsys, *settings(data, "grpo", **others, reward__function=f"{reward}:score"))
-    assert code == 2 and "no such service" in err and "missing model.norm.weight" in err
+    assert code == 2 and "no such service" in err
     assert not (data.parent / "runs").exists()
 
 

@@ -140,7 +140,9 @@ def test_train_eval_and_export_hand_the_config_to_runs(
     monkeypatch.setattr(
         verbs, "evaluate", lambda cfg, out, checkpoint: calls.append(("evaluate", cfg.rollout.n)), raising=False
     )
-    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint: calls.append(("export", out)), raising=False)
+    monkeypatch.setattr(
+        verbs, "export", lambda cfg, out, checkpoint, merge: calls.append(("export", out)), raising=False
+    )
     assert run(capsys, "train", config, "rollout.n=3")[0] == 0
     code, _, err = run(capsys, "eval", config)
     assert code == 2 and "data.val_files: []" in err
@@ -156,7 +158,7 @@ def test_eval_and_export_need_no_training_data(
     base_settings(tmp_path)
     calls: list[str] = []
     monkeypatch.setattr(verbs, "evaluate", lambda cfg, out, checkpoint: calls.append("eval"), raising=False)
-    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint: calls.append("export"), raising=False)
+    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint, merge: calls.append("export"), raising=False)
     settings = [f"model.path={tmp_path / 'model'}", *(["--out", "hf"] if verb == "export" else [])]
     if verb == "eval":
         lengths = ["data.max_prompt_length=16", "data.max_response_length=8"]
@@ -171,7 +173,7 @@ def test_eval_and_export_need_no_training_data(
 def test_export_needs_neither_validation_data_nor_a_reward(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint: None, raising=False)
+    monkeypatch.setattr(verbs, "export", lambda cfg, out, checkpoint, merge: None, raising=False)
     gone = ["data.val_files=gone.parquet", "reward.function=gone.py:score", "trainer.test_freq=5"]
     assert run(capsys, "export", config, *gone, "--out", str(tmp_path / "hf"))[0] == 0
     code, _, err = run(capsys, "train", config, *gone)

@@ -42,7 +42,7 @@ class NoVersion:
         self.part = None
 
     generate = update_weights = parameters = shapes = begin_update = end_update = lambda *_: None
-    reset_prefix_cache = sleep = wake = close = lambda *_: None
+    reset_prefix_cache = sleep = wake = close = hold = lambda *_: None
 """
 
 
@@ -126,7 +126,7 @@ def test_a_class_with_all_methods_is_built(package: Path) -> None:
     assert make_engine(settings("engine_file:Whole")).weight_version == -1
 
 
-UNWRITTEN = "begin_update, close, end_update, parameters, reset_prefix_cache, shapes, sleep, update_weights, wake"
+UNWRITTEN = "begin_update, close, end_update, hold, parameters, reset_prefix_cache, shapes, sleep, update_weights, wake"
 
 
 @pytest.mark.parametrize(
