@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -118,13 +119,11 @@ def hf_to_mcore(options: argparse.Namespace, progress: Progress) -> None:
     if options.dry_run:
         _show(progress, [(name, shape, str(dtype)) for name, (shape, dtype) in plan.tensors.items()], "Megatron key")
         return
-    staging = Staging(options.out, _job(options, conversion))
-    with progress.bar(f"write {options.out}, MiB", plan.num_bytes >> 20) as advance:
-        write_torch_dist(conversion, plan, staging, in_mib(advance))
-    if options.verify:
-        _verify_dist(conversion, plan, staging, progress)
-    staging.finish({"source": conversion.what})
-    progress.say(f"{options.out}: written; conversion.json has sizes and checksums")
+    with _staged(options, conversion, progress) as staging:
+        with progress.bar(f"write {options.out}, MiB", plan.num_bytes >> 20) as advance:
+            write_torch_dist(conversion, plan, staging, in_mib(advance))
+        if options.verify:
+            _verify_dist(conversion, plan, staging, progress)
 
 
 def to_hf(conversion: Conversion, options: argparse.Namespace, progress: Progress) -> None:
@@ -135,11 +134,18 @@ def to_hf(conversion: Conversion, options: argparse.Namespace, progress: Progres
         entries = [entry for of_file in plan.files.values() for entry in of_file]
         _show(progress, [(entry.name, entry.shape, str(entry.dtype)) for entry in entries], "tensor")
         return
+    with _staged(options, conversion, progress) as staging:
+        with progress.bar(f"write {options.out}, MiB", plan.num_bytes >> 20) as advance:
+            write_hf(conversion, plan, staging, in_mib(advance))
+        if options.verify:
+            _verify_hf(conversion, plan, staging, progress)
+
+
+@contextlib.contextmanager
+def _staged(options: argparse.Namespace, conversion: Conversion, progress: Progress) -> Iterator[Staging]:
+    """The folder that the output is written to; it gets its name once all is written and compared."""
     staging = Staging(options.out, _job(options, conversion))
-    with progress.bar(f"write {options.out}, MiB", plan.num_bytes >> 20) as advance:
-        write_hf(conversion, plan, staging, in_mib(advance))
-    if options.verify:
-        _verify_hf(conversion, plan, staging, progress)
+    yield staging
     staging.finish({"source": conversion.what})
     progress.say(f"{options.out}: written; conversion.json has sizes and checksums")
 

@@ -12,21 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.models.tokenizers.byte_bpe import bpe_json, byte_level, split_words
+from megatron_rl.models.tokenizers.sentencepiece import added_token
+
 _GPT2 = "gpt2"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-def _byte_level(use_regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
-
-
-def _split(pattern: str) -> list[dict[str, Any]]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [split, _byte_level(use_regex=False)]
 
 
 @dataclass(frozen=True)
@@ -40,14 +34,14 @@ class _Cut:
     """Where the file does not say."""
 
 
-_WORDS = _Cut((_byte_level(use_regex=True),))
-_DIGITS = _Cut(({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)))
+_WORDS = _Cut((byte_level(use_regex=True),))
+_DIGITS = _Cut(({"type": "Digits", "individual_digits": True}, byte_level(use_regex=True)))
 _CUTS = {
     "gpt-2": _WORDS,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
-    "llama-bpe": _Cut(tuple(_split(_LLAMA3)), ignore_merges=True, adds_bos=True),
-    "qwen2": _Cut(tuple(_split(_QWEN2)), nfc=True),
+    "llama-bpe": _Cut(tuple(split_words(_LLAMA3)), ignore_merges=True, adds_bos=True),
+    "qwen2": _Cut(tuple(split_words(_QWEN2)), nfc=True),
 }
 """tokenizer.ggml.pre -> the cut."""
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
@@ -132,17 +126,11 @@ def tokenizer_json(vocabulary: GgufVocabulary) -> dict[str, Any]:
     """The tokenizer in the form of the library `tokenizers`."""
     tokens, cut = vocabulary.tokens, vocabulary.cut
     added = [
-        {
-            "id": number,
-            "content": tokens[number],
-            "special": kind == _CONTROL,
-            "normalized": False,
-            **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
-        }
+        added_token(number, tokens[number], special=kind == _CONTROL)
         for number, kind in enumerate(vocabulary.types)
         if kind in (_CONTROL, _USER_DEFINED)
     ]
-    processor: dict[str, Any] = _byte_level(use_regex=True)
+    processor: dict[str, Any] = byte_level(use_regex=True)
     if vocabulary.adds_bos:
         number = vocabulary.special["bos"]
         token, text = tokens[number], {"Sequence": {"id": "A", "type_id": 0}}
@@ -154,25 +142,13 @@ def tokenizer_json(vocabulary: GgufVocabulary) -> dict[str, Any]:
             "pair": [start, text, *second],
             "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
         }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": {"type": "NFC"} if cut.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(cut.steps)},
-        "post_processor": processor,
-        "decoder": _byte_level(use_regex=True),
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": cut.ignore_merges,
-            "vocab": {token: number for number, token in enumerate(tokens) if vocabulary.types[number] != _UNUSED},
-            "merges": [merge.split(" ", 1) for merge in vocabulary.merges],
-        },
-    }
+    return bpe_json(
+        added=added,
+        steps=cut.steps,
+        processor=processor,
+        decoder=byte_level(use_regex=True),
+        vocab={token: number for number, token in enumerate(tokens) if vocabulary.types[number] != _UNUSED},
+        merges=[merge.split(" ", 1) for merge in vocabulary.merges],
+        ignore_merges=cut.ignore_merges,
+        nfc=cut.nfc,
+    )

@@ -5,6 +5,7 @@ A unit is one parameter of one layer (of one expert), whole or one rank's shard 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -53,20 +54,20 @@ def blocks_of(param: LocalParam) -> Iterator[tuple[Unit, int, Block]]:
         at += block.num_rows
 
 
-class PlacedSource:
+class PlacedSource(ABC):
     """A source whose tensors are put together from units."""
 
     def __init__(self, places: Mapping[str, list[UnitPlace]], dtypes: Mapping[str, torch.dtype]) -> None:
         self._places, self._dtypes = places, dtypes
         self._last: tuple[Hashable, torch.Tensor] | None = None
 
+    @abstractmethod
     def unit(self, unit: Hashable) -> torch.Tensor:
         """The numbers of a unit: [rows] or [rows, cols], and padding below."""
-        raise NotImplementedError
 
+    @abstractmethod
     def file(self, unit: Hashable) -> str:
         """The file that a unit is in."""
-        raise NotImplementedError
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """See WeightSource."""

@@ -35,6 +35,17 @@ QWEN2: dict[str, Any] = {
     "vocab_size": 128,
 }
 
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
 
 def make_model(folder: Path, *, weights: bool = True, **changes: Any) -> str:
     """Write a model folder; `changes` replace fields of its config.json (None removes one)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -91,17 +91,48 @@ def byte_bpe_json(model: ByteBpe) -> dict[str, object]:
     texts |= {number: f"<|reserved_token_{number}|>" for number in after if number not in texts}
     vocab = {text: number for number, text in texts.items() if number < model.first_id}
     vocab |= {written[token]: model.first_id + rank for token, rank in model.ranks.items()}
-    words = {"type": "Split", "pattern": {"Regex": model.pattern}, "behavior": "Isolated", "invert": False}
-    to_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return bpe_json(
+        added=[added_token(number, texts[number], special=True) for number in sorted(texts)],
+        steps=split_words(model.pattern),
+        processor={**byte_level(), "trim_offsets": False},
+        decoder=byte_level(),
+        vocab=vocab,
+        merges=[[written[first], written[second]] for first, second in _merges(model.ranks)],
+        ignore_merges=True,
+    )
+
+
+def byte_level(*, use_regex: bool = False) -> dict[str, object]:
+    """The step of a tokenizer.json that writes bytes as characters. use_regex: it cuts texts as GPT-2 does before."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def split_words(pattern: str) -> list[dict[str, object]]:
+    """The steps that cut a text into words by a regular expression, and write their bytes as characters."""
+    return [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}, byte_level()]
+
+
+def bpe_json(
+    *,
+    added: Sequence[Mapping[str, object]],
+    steps: Sequence[Mapping[str, object]],
+    processor: Mapping[str, object],
+    decoder: Mapping[str, object],
+    vocab: Mapping[str, int],
+    merges: Sequence[Sequence[str]],
+    ignore_merges: bool,
+    nfc: bool = False,
+) -> dict[str, object]:
+    """The content of a tokenizer.json with byte-level BPE. steps: how texts are cut before the merges."""
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [added_token(number, texts[number], special=True) for number in sorted(texts)],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, to_letters]},
-        "post_processor": {**to_letters, "trim_offsets": False},
-        "decoder": to_letters,
+        "added_tokens": list(added),
+        "normalizer": {"type": "NFC"} if nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(steps)},
+        "post_processor": processor,
+        "decoder": decoder,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -110,9 +141,9 @@ def byte_bpe_json(model: ByteBpe) -> dict[str, object]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,
+            "ignore_merges": ignore_merges,
             "vocab": vocab,
-            "merges": [[written[first], written[second]] for first, second in _merges(model.ranks)],
+            "merges": list(merges),
         },
     }
 

@@ -6,22 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.config import load, make_model, only_fault
-
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-}
+from tests.helpers.config import QWEN3_MOE, load, make_model, only_fault
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    return f"model.path={make_model(tmp_path / 'experts', **EXPERTS)}"
+    return f"model.path={make_model(tmp_path / 'experts', **QWEN3_MOE)}"
 
 
 def test_what_concerns_experts_is_refused_for_a_model_without(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megatron_rl.models.config_json import inspect_model, read_model_shape
 from megatron_rl.models.refused import REFUSED
 from megatron_rl.models.rules import hf_shapes, num_parameters
 from megatron_rl.models.shape import ModelShape
-from tests.helpers.config import faults, load, make_model, only_fault, write_headers
+from tests.helpers.config import QWEN3_MOE, faults, load, make_model, only_fault, write_headers
 from tests.helpers.tiny import FAMILY_FIELDS
 
 LLAMA: dict[str, Any] = {
@@ -28,16 +28,6 @@ LLAMA: dict[str, Any] = {
 
 
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
-QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
