@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from megatron_rl.cluster.rank_errors import named_error
 from megatron_rl.cluster.watch import Watch, Watchdog
 from megatron_rl.cluster.watch_probe import oom_file, oom_kills
 from megatron_rl.errors import ClusterError
+
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class RankHost:
         self._held = held_port()
         self._watchdog: Watchdog | None = None
         self._rank = -1
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="raylet", daemon=True).start()
 
     def place(self) -> RankLocation:
         import ray
@@ -117,6 +122,15 @@ class RankHost:
     def close(self) -> None:
         worker, self._worker = self._worker, None
         close_worker(worker)
+
+
+def _end_with(raylet: int) -> None:
+    """End this process once its raylet, whose child it is, has gone. Ray asks it to end, which a main thread that waits
+    in a collective never hears; with the raylet the controller has lost the rank.
+    """
+    while os.getppid() == raylet:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 def _own_log() -> str:
