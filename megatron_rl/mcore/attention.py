@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.mcore.packing import Packed
+from megatron_rl.models.rope import Rotation
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -77,13 +78,13 @@ class PackedAttention(MegatronModule):
         *_: object,
         softmax_scale: float | None = None,
         windows: tuple[int, ...] = (),
-        turns: bool = True,
+        rotation: Rotation | None = None,
         **__: object,
     ) -> None:
-        """turns: queries and keys are turned by RoPE here; if not, they come turned."""
+        """rotation: RoPE that turns queries and keys here; None: they come turned."""
         super().__init__(config=config)
         assert config.kv_channels is not None
-        self.turns = turns
+        self.rotation = rotation
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.window = windows[layer_number - 1] if windows else 0
 
@@ -100,9 +101,8 @@ class PackedAttention(MegatronModule):
         """q [t, heads, d], k and v [t, kv_heads, d] -> [t, heads * d]."""
         packed = packed_seq_params
         assert isinstance(packed, Packed), "sequences come packed (mcore.packing.pack)"
-        assert packed.cos is not None and packed.sin is not None
-        if self.turns:
-            query, key = (apply_rotary(x, packed.cos, packed.sin) for x in (query, key))
+        if self.rotation is not None:
+            query, key = (apply_rotary(x, *packed.rotary[self.rotation]) for x in (query, key))
         if packed.kv_group is not None:
             # Forward gathers along the tokens, backward adds the gradients up and hands each rank its part.
             key, value = (gather_from_sequence_parallel_region(x, True, packed.kv_group) for x in (key, value))

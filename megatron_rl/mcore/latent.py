@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.mcore.attention import PackedAttention, apply_rotary
 from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.mcore.packing import Packed
+from megatron_rl.models.rope import Rotation
 from megatron_rl.models.shape import Latent
 
 
@@ -46,14 +47,14 @@ class LatentAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, *, latent: Latent, softmax_factor: float, **_: object
+        self, config: TransformerConfig, layer_number: int, *, latent: Latent, rotation: Rotation, **_: object
     ) -> None:
-        """softmax_factor: what the model's RoPE multiplies the attention's logits by (models/rope.py)."""
+        """rotation: RoPE of the layer."""
         super().__init__(config=config)
         assert config.init_method is not None
         heads, width = config.num_attention_heads, config.hidden_size
         query_size = heads * (latent.nope_dim + latent.rope_dim)
-        self.latent = latent
+        self.latent, self.rotation = latent, rotation
         self.local_heads = heads // config.tensor_model_parallel_size
         split = partial(
             ColumnParallelLinear, config=config, init_method=config.init_method, bias=False, gather_output=False
@@ -67,8 +68,8 @@ class LatentAttention(MegatronModule):
         self.linear_kv_down_proj = WholeLinear(config, width, latent.kv_rank + latent.rope_dim)
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, latent.norm_eps)
         self.linear_kv_up_proj = split(latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
-        scale = softmax_factor * (latent.nope_dim + latent.rope_dim) ** -0.5
-        self.core_attention = PackedAttention(config, layer_number, softmax_scale=scale, turns=False)
+        scale = rotation.rope.softmax_factor * (latent.nope_dim + latent.rope_dim) ** -0.5
+        self.core_attention = PackedAttention(config, layer_number, softmax_scale=scale)
         self.linear_proj = RowParallelLinear(
             heads * latent.value_dim, width, config=config, init_method=config.init_method, bias=False,
             input_is_parallel=True, skip_bias_add=True,
@@ -95,8 +96,7 @@ class LatentAttention(MegatronModule):
 
     def _heads(self, hidden: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """This rank's heads of all tokens: queries and keys [t, heads, nope + rope], values [t, heads, value]."""
-        latent, cos, sin = self.latent, packed.cos, packed.sin
-        assert cos is not None and sin is not None
+        latent, (cos, sin) = self.latent, packed.rotary[self.rotation]
         if latent.q_rank:
             query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         else:

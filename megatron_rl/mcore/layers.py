@@ -43,23 +43,23 @@ def expert_settings(shape: ModelShape, parallel: ParallelConfig) -> dict[str, An
 
 def layer_specs(shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
     """The layers of one model chunk, by their global numbers."""
-    specs = [_layer_spec(shape, shape.has_experts(layer)) for layer in layers]
+    specs = [_layer_spec(shape, layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(Any, RMSNorm))
 
 
-def _layer_spec(shape: ModelShape, has_experts: bool) -> ModuleSpec:
-    """Megatron's local layer with this package's norm, attention, router and experts."""
-    compute = FAMILIES[shape.architecture].compute
+def _layer_spec(shape: ModelShape, number: int) -> ModuleSpec:
+    """Megatron's local layer with this package's norm, attention, router and experts. number: the global one."""
+    compute, has_experts = FAMILIES[shape.architecture].compute, shape.has_experts(number)
     num_experts = shape.num_experts if has_experts else None
     spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=compute.norm)
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if shape.latent is not None:
-        params = {"latent": shape.latent, "softmax_factor": shape.rope.softmax_factor}
+        params = {"latent": shape.latent, "rotation": shape.rotation(number)}
         layer.self_attention = ModuleSpec(module=LatentAttention, params=params)
     else:
         attention = layer.self_attention.submodules
-        attention.core_attention = partial(PackedAttention, windows=shape.windows)
+        attention.core_attention = partial(PackedAttention, windows=shape.windows, rotation=shape.rotation(number))
         if compute.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     if has_experts:

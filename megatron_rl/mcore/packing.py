@@ -9,8 +9,8 @@ Example, cp 2, a sequence of 8: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.errors import DataError
 from megatron_rl.mcore.routing import Routing
-from megatron_rl.models.rope import Rope
+from megatron_rl.models.rope import Rope, Rotation
 from megatron_rl.types import TrainBatch
 
 # A padded group of sequences may waste this share of its cells, or be no longer than this many tokens, before the
@@ -47,9 +47,9 @@ class AttentionGroup:
 class Packed(PackedSeqParams):
     """Megatron's packed-sequence record with what this package's core attention needs besides."""
 
-    cos: torch.Tensor | None = None
-    """[t, 1, rotary_dim] rotary cosines at this rank's tokens; positions restart in each sequence"""
-    sin: torch.Tensor | None = None
+    rotary: Mapping[Rotation, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """cosines and sines [t, 1, rotary_dim] of each RoPE of the model at this rank's tokens; positions restart in each
+    sequence"""
     groups: tuple[AttentionGroup, ...] = ()
     inverse: torch.Tensor | None = None
     """[t] int64: where each packed token lies in the groups' outputs end to end"""
@@ -205,8 +205,7 @@ def pack(
     batch: TrainBatch,
     *,
     rotary_dim: int,
-    rope_theta: float,
-    rope: Rope,
+    rotations: Iterable[Rotation],
     windows: Sequence[int] = (),
     vocab_size: int | None = None,
     device: torch.device,
@@ -220,7 +219,7 @@ def pack(
 ) -> MicroBatch:
     """TrainBatch -> this rank's MicroBatch on `device`.
 
-    rotary_dim, rope_theta, rope, windows: of the model (ModelShape).
+    rotary_dim, windows: of the model (ModelShape). rotations: RoPE of its layers.
     split: the rank's t tokens are padded to a multiple of this (sequence parallelism splits t). A batch without
     sequences becomes one sequence of padding, so that all ranks make the same passes. Nothing is trained on padding.
     uniform: pad every sequence to the longest, as a rectangular batch is (for comparison with packing). experts: of a
@@ -246,7 +245,7 @@ def pack(
     here = layout.owner[predictor] == cp_rank
     trained, predictor, segment_ids = trained[here], predictor[here], segment_ids[here]
     groups, inverse = attention_groups(layout, cp, set(windows))
-    cos, sin = rotary(layout.position[layout.held].to(device), rotary_dim, rope_theta, rope)
+    positions = layout.position[layout.held].to(device)
     ends = torch.cumsum(torch.tensor(lens) // cp, 0)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
     packed = Packed(
@@ -255,8 +254,7 @@ def pack(
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lens) // cp,
         max_seqlen_kv=max(lens) // cp,
-        cos=cos,
-        sin=sin,
+        rotary={one: rotary(positions, rotary_dim, one.theta, one.rope) for one in set(rotations)},
         groups=tuple(_to(group, device) for group in groups),
         inverse=inverse.to(device),
         kv_group=kv_group,

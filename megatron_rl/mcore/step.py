@@ -37,8 +37,7 @@ def pack_all(model: Model, batches: Sequence[TrainBatch]) -> list[MicroBatch]:
         pack(
             batch,
             rotary_dim=shape.rotary_dim,
-            rope_theta=shape.rope_theta,
-            rope=shape.rope,
+            rotations=[shape.rotation(layer) for layer in range(shape.num_layers)],
             windows=shape.windows,
             vocab_size=shape.vocab_size,
             device=model.device,

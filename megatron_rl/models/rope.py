@@ -181,6 +181,14 @@ class LatentYarn(Yarn):
         return super().fault(positions)
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """RoPE of a layer: the base of the frequencies, and what is done to them."""
+
+    theta: float
+    rope: Rope
+
+
 KINDS: tuple[type[Rope], ...] = (Rope, Linear, Dynamic, Llama3, Yarn)
 """Kinds that transformers and vLLM compute in every family that has RoPE over whole heads, one kind for all layers."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import Literal
 
-from megatron_rl.models.rope import Rope
+from megatron_rl.models.rope import Rope, Rotation
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class ModelShape:
     before the router's scale). dense_layers: first layers without experts, whose MLP has the inner size dense_ffn_size.
     shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. further_layers: layers behind the
     model that predict further tokens, which are left out. rope: what is done to RoPE's
-    frequencies. rotary_factor: share of a head that RoPE turns. windows: keys that a query of each layer sees, its own
-    among them; 0: all keys; (): all of them in every layer.
+    frequencies. ropes: RoPE of each layer, if layers differ; (): that of rope_theta and rope in every layer.
+    rotary_factor: share of a head that RoPE turns. windows: keys that a query of each layer sees, its own among them;
+    0: all keys; (): all of them in every layer.
     """
 
     architecture: str
@@ -77,12 +78,17 @@ class ModelShape:
     latent: Latent | None = None
     router: Router = field(default_factory=Router)
     rope: Rope = field(default_factory=Rope)
+    ropes: tuple[Rotation, ...] = ()
     rotary_factor: float = 1.0
     windows: tuple[int, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its global number, has experts in place of a plain MLP."""
         return self.num_experts > 0 and layer >= self.dense_layers
+
+    def rotation(self, layer: int) -> Rotation:
+        """RoPE of a layer, by its global number."""
+        return self.ropes[layer] if self.ropes else Rotation(self.rope_theta, self.rope)
 
     @property
     def rotary_dim(self) -> int:

@@ -24,13 +24,13 @@ def test_varlen_attention_equals_grouped_attention(window: int) -> None:
     """Forward and backward, grouped-query heads, lengths from 1 to 700, bfloat16."""
     from megatron_rl.mcore.attention import grouped_attention, varlen_attention
     from megatron_rl.mcore.packing import pack
-    from megatron_rl.models.rope import Rope
+    from megatron_rl.models.rope import Rope, Rotation
 
     lens = (1, 700, 33, 64, 5, 300)
     total = sum(lens)
     batch = TrainBatch(torch.zeros(total, dtype=torch.int64), lens, torch.zeros(total, dtype=torch.bool))
     packed = pack(
-        batch, rotary_dim=64, rope_theta=1e4, rope=Rope(), windows=(window,), device=torch.device("cuda")
+        batch, rotary_dim=64, rotations=[Rotation(1e4, Rope())], windows=(window,), device=torch.device("cuda")
     ).packed
     generator = torch.Generator("cuda").manual_seed(0)
     found = []

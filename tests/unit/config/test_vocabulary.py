@@ -16,7 +16,7 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import load_sft
 from megatron_rl.errors import DataError, RolloutError
 from megatron_rl.mcore.packing import pack
-from megatron_rl.models.rope import Rope
+from megatron_rl.models.rope import Rope, Rotation
 from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, check_requests
 from megatron_rl.types import TrainBatch
 from tests.helpers.config import base_settings, faults, load
@@ -150,9 +150,9 @@ def test_a_micro_batch_with_an_id_beyond_the_model_is_refused(odd: int) -> None:
     mask = torch.tensor([False, True, True])
     batch = TrainBatch(torch.tensor([1, odd, 99]), (3,), mask, {})
     with pytest.raises(DataError, match=rf"no tokens of the model: {odd}; config.json says vocab_size 100 -- use"):
-        pack(batch, rotary_dim=8, rope_theta=1e4, rope=Rope(), vocab_size=100, device=torch.device("cpu"))
+        pack(batch, rotary_dim=8, rotations=[Rotation(1e4, Rope())], vocab_size=100, device=torch.device("cpu"))
     fits = TrainBatch(torch.tensor([1, 0, 99]), (3,), mask, {})
-    packed = pack(fits, rotary_dim=8, rope_theta=1e4, rope=Rope(), vocab_size=100, device=torch.device("cpu"))
+    packed = pack(fits, rotary_dim=8, rotations=[Rotation(1e4, Rope())], vocab_size=100, device=torch.device("cpu"))
     assert packed.num_tokens == 3
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.mcore.attention import PackedAttention, apply_rotary, grouped_attention
 from megatron_rl.mcore.packing import MicroBatch, pack, plan_groups, rotary, zigzag_layout
-from megatron_rl.models.rope import Rope
+from megatron_rl.models.rope import Rope, Rotation
 from megatron_rl.types import TrainBatch
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ WINDOWS = (0, 5, 24, 64, 1)
 
 def _pack(batch: TrainBatch, cp: int, rank: int, split: int = 1) -> MicroBatch:
     return pack(
-        batch, rotary_dim=HEAD_DIM, rope_theta=100.0, rope=Rope(), windows=WINDOWS, device=CPU, split=split, cp=cp,
-        cp_rank=rank,
+        batch, rotary_dim=HEAD_DIM, rotations=[Rotation(100.0, Rope())], windows=WINDOWS, device=CPU, split=split,
+        cp=cp, cp_rank=rank,
     )  # fmt: skip
 
 
