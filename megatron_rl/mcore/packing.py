@@ -48,8 +48,7 @@ class Packed(PackedSeqParams):
     """Megatron's packed-sequence record with what this package's core attention needs besides."""
 
     rotary: Mapping[Rotation, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """cosines and sines [t, 1, rotary_dim] of each RoPE of the model at this rank's tokens; positions restart in each
-    sequence"""
+    """RoPE of a layer -> cosines and sines [t, 1, rotary_dim] at this rank's tokens; each sequence begins at 0"""
     groups: tuple[AttentionGroup, ...] = ()
     inverse: torch.Tensor | None = None
     """[t] int64: where each packed token lies in the groups' outputs end to end"""
