@@ -10,6 +10,7 @@ import torch
 
 from tests.e2e.test_vllm_rollout import check_seeded_samples
 from tests.e2e.test_vllm_tp import _config
+from tests.gpu.test_families import HEADS, LATENT
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import random_batch, save_tiny
 from tests.helpers.training import build, train_step
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 VERSIONS = range(3)
 # Longer than two blocks of the prefix cache: stale blocks would show.
 PROMPTS = ((5, 17, 9), (40,) * 20, tuple(range(2, 120)) * 2)
+EAGER = ("rollout.enforce_eager=true",)
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ("rollout.tp=1", "cluster.n_gpus_per_node=1")),
     "tp2": (2, ("actor.tp=2", "actor.sequence_parallel=true")),
@@ -32,6 +34,17 @@ def _greedy(engine: Any) -> list[tuple[int, ...]]:
 
     sampling = Sampling(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=24, stop_token_ids=())
     return engine.generate([Request(prompt) for prompt in PROMPTS], sampling).id_tuples()
+
+
+def _families_on_rank(rank: int, world: int, folders: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """One family after the other: CUDA graphs would take a minute for each."""
+    from megatron.core import parallel_state
+
+    found: dict[str, dict[str, Any]] = {}
+    for family, folder in folders.items():
+        found[family] = _follow_on_rank(rank, world, folder, ("cluster.n_gpus_per_node=1", "rollout.tp=1", *EAGER))
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -49,7 +62,7 @@ def _follow_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
 
     own = ("cluster.device=cuda", "model.dtype=bfloat16", "rollout.kv_cache_gb=1", "rollout.gpu_memory_utilization=0.1")
     cfg = _config(folder, *own, *overrides)
-    assert not cfg.rollout.enforce_eager and cfg.rollout.free_cache_engine
+    assert cfg.rollout.free_cache_engine and cfg.rollout.enforce_eager == (EAGER[0] in overrides)
     trainable = build(folder, cfg.actor, world, "bfloat16")
     policy = trainable.model
     layout = engine_layout(cfg, engine_order(cfg, policy.shape, topology_of(cfg.actor, world)))
@@ -93,6 +106,21 @@ def test_engines_with_graphs_on_the_actors_memory_follow_it(tmp_path: Path, name
         assert all(report.moved_bytes == report.minimum_bytes for report in rank["reports"]), "W4"
     answers = [rank["shared engine"] for rank in ranks]
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_engines_of_every_family_on_the_actors_memory_follow_it(tmp_path: Path) -> None:
+    """Dense layers, experts, latent attention: three versions, answers equal those of an engine that vLLM loads."""
+    families = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral", *LATENT)
+    folders = {
+        family: save_tiny(tmp_path / family, family, tied=False, layers=2, **(HEADS if family in LATENT else {}))
+        for family in families
+    }
+    (found,) = run_ranks(1, _families_on_rank, folders, timeout=500.0, device="cuda")
+    for family, one in found.items():
+        assert one["shared"] > 0, family
+        assert one["shared engine"] == one["fresh engine"], family
+        assert one["shared engine"][0] != one["shared engine"][-1], family
+        assert all(report.moved_bytes == report.minimum_bytes for report in one["reports"]), family
 
 
 def test_seeded_samples_are_the_same_however_vllm_cuts_the_prompts(tmp_path: Path) -> None:
