@@ -138,7 +138,8 @@ class VllmEngine:
             vllm_memory.guard_frees()
         # vLLM lowers the number of threads and turns torch.set_num_threads into a no-op.
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-        with _kept_rng(), vllm_loader.loading(shared) as self._loaded, self._groups() as ranks:
+        amplitude = read_model_shape(settings.model_path).rope.amplitude
+        with _kept_rng(), vllm_loader.loading(shared, amplitude) as self._loaded, self._groups() as ranks:
             arguments = self._arguments(ranks) | {"load_format": vllm_loader.LOAD_FORMAT}
             self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
         set_num_threads(threads)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -182,21 +183,31 @@ def _repack(module: nn.Module, plain: Mapping[str, torch.Tensor]) -> None:
 
 
 _shared: Mapping[str, torch.Tensor] = {}
+_amplitude = 1.0
 _result = LoadedModel()
 
 
 @contextlib.contextmanager
-def loading(shared: Mapping[str, torch.Tensor]) -> Iterator[LoadedModel]:
-    """While an engine starts: its parameters named in `shared` become views of these tensors.
+def loading(shared: Mapping[str, torch.Tensor], amplitude: float) -> Iterator[LoadedModel]:
+    """While an engine starts: its parameters named in `shared` become views of these tensors, and cosines and sines of
+    YaRN are as large as the trainer's (Rope.amplitude).
 
     vLLM builds the loader from its own config, so that what it needs is handed over here.
     """
-    global _shared, _result
-    _shared, _result = shared, LoadedModel()
+    global _shared, _amplitude, _result
+    _shared, _amplitude, _result = shared, amplitude, LoadedModel()
     try:
         yield _result
     finally:
-        _shared, _result = {}, LoadedModel()
+        _shared, _amplitude, _result = {}, 1.0, LoadedModel()
+
+
+def _scale_yarn(module: YaRNScalingRotaryEmbedding, amplitude: float) -> None:
+    """vLLM 0.26 leaves attention_factor, mscale and mscale_all_dim of YaRN out; later versions do not."""
+    if module.mscale != amplitude:
+        module.mscale = amplitude
+        # In place: CUDA graphs, captured later, hold the address.
+        module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -224,6 +235,8 @@ class TrainerLoader(DummyModelLoader):
             if place.endswith(_LATENT_NORMS):
                 # vLLM gives them the model's other norms' epsilon.
                 vars(module)["variance_epsilon"] = Latent.norm_eps
+            if isinstance(module, YaRNScalingRotaryEmbedding):
+                _scale_yarn(module, _amplitude)
             live = dict(module.named_parameters(recurse=False))
             if any(name not in live or not mark.fits(live[name]) for name, mark in marks.items()):
                 _result.packed[place] = marks
