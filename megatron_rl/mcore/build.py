@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,10 @@ from megatron_rl.parallel.groups import tp_group
 from megatron_rl.parallel.topology import is_last_chunk
 from megatron_rl.weights.dtypes import DTYPES
 
-_ACTIVATIONS = {"silu": torch.nn.functional.silu}
+_ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 class ModelChunk(GPTModel):
@@ -153,6 +157,7 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=compute.qkv_bias,
+        softmax_scale=shape.query_pre_attn_scalar**-0.5 if shape.query_pre_attn_scalar else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
@@ -230,6 +235,9 @@ def build_model(
                 position_embedding_type="none",
                 vp_stage=virtual,
             )
+            if chunk.pre_process and FAMILIES[shape.architecture].compute.scaled_embeddings:
+                factor = torch.tensor(shape.hidden_size**0.5, dtype=DTYPES[dtype]).item()
+                chunk.embedding.register_forward_hook(lambda _, __, output, factor=factor: output * factor)
             if chunk.post_process and not lm_head:
                 del chunk.output_layer
             chunk.value_head = ValueHead(shape.hidden_size) if chunk.post_process and value_head else None

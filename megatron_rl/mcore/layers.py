@@ -5,15 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, cast
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.experts import StackedExperts
 from megatron_rl.mcore.latent import LatentAttention
-from megatron_rl.mcore.norm import RMSNorm
+from megatron_rl.mcore.norm import RMSNorm, ZeroCenteredRMSNorm
 from megatron_rl.mcore.router import ExpertRouter, RoutedLayer
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.shape import ModelShape
@@ -44,7 +47,11 @@ def expert_settings(shape: ModelShape, parallel: ParallelConfig) -> dict[str, An
 def layer_specs(shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
     """The layers of one model chunk, by their global numbers."""
     specs = [_layer_spec(shape, layer) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(Any, RMSNorm))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(Any, _norm(shape)))
+
+
+def _norm(shape: ModelShape) -> type[RMSNorm]:
+    return ZeroCenteredRMSNorm if FAMILIES[shape.architecture].compute.zero_centered_norms else RMSNorm
 
 
 def _layer_spec(shape: ModelShape, number: int) -> ModuleSpec:
@@ -53,7 +60,10 @@ def _layer_spec(shape: ModelShape, number: int) -> ModuleSpec:
     num_experts = shape.num_experts if has_experts else None
     spec: ModuleSpec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=compute.norm)
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    norm = _norm(shape)
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if compute.output_norms:
+        spec.module, spec.params = SandwichLayer, {"norm": norm}
     if shape.latent is not None:
         params = {"latent": shape.latent, "rotation": shape.rotation(number)}
         layer.self_attention = ModuleSpec(module=LatentAttention, params=params)
@@ -61,13 +71,33 @@ def _layer_spec(shape: ModelShape, number: int) -> ModuleSpec:
         attention = layer.self_attention.submodules
         attention.core_attention = partial(PackedAttention, windows=shape.windows, rotation=shape.rotation(number))
         if compute.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm
     if has_experts:
         router = partial(ExpertRouter, router=shape.router, normed=shape.norm_topk_prob)
         spec.module = RoutedLayer
         submodules = expert_submodules(layer.mlp)
         submodules.router, submodules.experts = router, StackedExperts
     return spec
+
+
+class SandwichLayer(TransformerLayer):
+    """A layer whose attention and MLP have norms behind them too, before their outputs are added to its input."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, norm: type[RMSNorm], **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_attention_layernorm, self.post_mlp_layernorm = (
+            norm(config, config.hidden_size, config.layernorm_epsilon) for _ in range(2)
+        )
+        # Not in Megatron's slot for adding: gradients are on in there, also where a pass needs none.
+        self.self_attention.register_forward_hook(partial(_normed, self.post_attention_layernorm))
+        self.mlp.register_forward_hook(partial(_normed, self.post_mlp_layernorm))
+
+
+def _normed(norm: RMSNorm, _: object, __: object, output: tuple[torch.Tensor, torch.Tensor | None]) -> Any:
+    """A hook on a module that gives (output, bias)."""
+    hidden, bias = output
+    assert bias is None, "biases of outputs are not part of any family with norms behind them"
+    return norm(hidden), None
 
 
 def expert_submodules(mlp: Any) -> Any:

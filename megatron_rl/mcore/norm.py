@@ -23,3 +23,12 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] -> the same shape and dtype; the mean square is taken in float32."""
         return nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), as Gemma has it (Gemma Team 2024): a weight of 0 changes nothing."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> the same shape and dtype; all is computed in float32."""
+        normed = nn.functional.rms_norm(hidden.float(), (hidden.shape[-1],), 1.0 + self.weight.float(), self.eps)
+        return normed.to(hidden.dtype)

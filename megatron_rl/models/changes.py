@@ -42,7 +42,9 @@ def laid_over(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
         entry: object = merged.get(name)
         if isinstance(entry, dict) and theta is not None:
             rope = cast("dict[str, Any]", entry)
-            stays = name in entries and _THETA in rope
+            # Entries for each layer type have bases of their own; one at the top, from the changes, is refused there.
+            by_type = any(isinstance(one, dict) for one in rope.values()) and _THETA not in changes
+            stays = (name in entries and _THETA in rope) or by_type
             merged[name] = rope if stays else rope | {_THETA: theta}
     if theta is not None and not any(merged.get(name) for name in ROPE_ENTRIES):
         merged[_THETA] = theta

@@ -17,8 +17,9 @@ from megatron_rl.models.broken import broken_reason
 from megatron_rl.models.changes import OVERRIDE, change_faults, laid_over
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.fields import Fields, is_count, rope_entries, rotary_factor, unsupported
+from megatron_rl.models.layer_types import LayerTypes
 from megatron_rl.models.refused import REFUSED
-from megatron_rl.models.rope import Rope, is_finite_above_zero, read_rope
+from megatron_rl.models.rope import Rope, Rotation, is_finite_above_zero, read_rope
 from megatron_rl.models.rules import Family
 from megatron_rl.models.shape import ModelShape
 
@@ -196,7 +197,7 @@ def _missing_sizes(spec: Fields, fields: Mapping[str, Any], where: str) -> list[
         for name, fits in optional.items()
         if name not in sizes and _given(fields, name) and not fits(fields[name])
     ]
-    theta = _rope_theta(spec, fields)
+    theta = _rope_theta(spec, fields) if spec.by_layer_type is None else 1.0
     if not is_finite_above_zero(theta) and fields.get("rope_theta") != theta:
         faults.append(Fault(f"{where}: rope_parameters.rope_theta", theta, "must be a number above 0", cure))
     return faults
@@ -226,6 +227,17 @@ def _rope(spec: Fields, fields: Mapping[str, Any]) -> Rope:
     return rope
 
 
+def _rope_fields(spec: Fields, fields: Mapping[str, Any], windows: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of ModelShape about RoPE. Of a family whose layers differ, rope is that of layers without a window."""
+    types = LayerTypes(fields, fields) if spec.by_layer_type is None else spec.by_layer_type(fields)
+    assert isinstance(types, LayerTypes), "fields.unsupported has refused the entry"
+    full, sliding = (
+        Rotation(float(_rope_theta(spec, of_type)), _rope(spec, of_type)) for of_type in (types.full, types.sliding)
+    )
+    ropes = () if full == sliding else tuple(sliding if window else full for window in windows)
+    return {"rope_theta": full.theta, "rope": full.rope, "ropes": ropes}
+
+
 def _windows(spec: Fields, fields: Mapping[str, Any]) -> tuple[int, ...]:
     windows = spec.windows(fields, fields["num_hidden_layers"])
     assert isinstance(windows, tuple), "fields.unsupported has refused the entry"
@@ -235,7 +247,7 @@ def _windows(spec: Fields, fields: Mapping[str, Any]) -> tuple[int, ...]:
 def _shape(family: Family, fields: Mapping[str, Any]) -> ModelShape:
     spec = family.fields
     heads: int = fields["num_attention_heads"]
-    normed = spec.norm_topk_prob
+    normed, windows = spec.norm_topk_prob, _windows(spec, fields)
     normed = bool(fields.get("norm_topk_prob", False)) if normed is None else normed
     shape = ModelShape(
         architecture=family.architecture,
@@ -246,17 +258,16 @@ def _shape(family: Family, fields: Mapping[str, Any]) -> ModelShape:
         head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
         ffn_size=fields[spec.ffn_size],
         vocab_size=fields["vocab_size"],
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", spec.tied)),
         rms_norm_eps=float(fields.get("rms_norm_eps") or spec.rms_norm_eps),
-        rope_theta=float(_rope_theta(spec, fields)),
         max_position_embeddings=fields["max_position_embeddings"],
         initializer_range=float(fields.get("initializer_range") or DEFAULT_INITIALIZER_RANGE),
         num_experts=fields[_experts_entry(spec, fields)] if spec.experts else 0,
         num_experts_per_tok=fields["num_experts_per_tok"] if spec.experts else 0,
         norm_topk_prob=normed and spec.experts,
-        rope=_rope(spec, fields),
         rotary_factor=rotary_factor(spec, fields),
-        windows=_windows(spec, fields),
+        windows=windows,
+        **_rope_fields(spec, fields, windows),
     )
     return replace(shape, **spec.sizes(fields))
 

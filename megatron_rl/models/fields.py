@@ -7,12 +7,13 @@ honour it, and the trainer would train another model. No list of bad entries cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from megatron_rl.errors import Fault
 from megatron_rl.models.changes import ROPE_ENTRIES
+from megatron_rl.models.layer_types import ByLayerType
 from megatron_rl.models.rope import Rope, is_share, read_rope
 from megatron_rl.models.windows import OddEntry, Windows, no_windows
 
@@ -24,7 +25,13 @@ class Compute:
     """What the layers of a family compute, beside their sizes. Megatron's settings follow from it (mcore/build.py)."""
 
     norm: Literal["RMSNorm"] = "RMSNorm"
-    activation: Literal["silu"] = "silu"
+    zero_centered_norms: bool = False
+    """Norms multiply by 1 + weight, and in float32"""
+    output_norms: bool = False
+    """The outputs of attention and MLP pass norms too, before they are added to the layer's input"""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the root of hidden_size, which is rounded to the model's precision"""
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     """Of the gated MLP; as config.json's hidden_act names it"""
     qkv_bias: bool = False
     """Attention adds a bias to queries, keys and values"""
@@ -58,6 +65,10 @@ class Fields:
     """RoPE's base where the file gives none"""
     rms_norm_eps: float = 1e-6
     """RMSNorm's epsilon where the file gives none"""
+    tied: bool = False
+    """The output matrix is the embedding where the file does not say"""
+    by_layer_type: ByLayerType | None = None
+    """How RoPE is read if it differs between layers with a window and others; None: it does not"""
     ropes: tuple[type[Rope], ...] = (Rope,)
     """Kinds of RoPE that the family computes"""
     rotary_factor: float | None = None
@@ -235,10 +246,9 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
             faults.append(
                 Fault(f"{where}: {entry}", None, reason, "copy the config.json that belongs to these weights")
             )
-    for entry, rope in rope_entries(content).items():
-        reason = read_rope(family.ropes, rope, content, family.rotary_factor is not None)
-        if isinstance(reason, str):
-            faults.append(Fault(f"{where}: {entry}", rope, reason, cure))
+    faults += [
+        Fault(f"{where}: {entry}", content.get(entry), reason, cure) for entry, reason in _odd_ropes(family, content)
+    ]
     layers: object = content.get("num_hidden_layers")
     windows = family.windows(content, layers if isinstance(layers, int) else 0)
     if isinstance(windows, OddEntry):
@@ -247,6 +257,23 @@ def unsupported(name: str, family: Fields, compute: Compute, content: Mapping[st
         help_ = "remove the entry: hidden_size / num_attention_heads is computed then"
         faults.append(Fault(f"{where}: head_dim", None, "transformers cannot read null here", help_))
     return [*faults, *_odd_switches(content, where)]
+
+
+def _odd_ropes(family: Fields, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Entries about RoPE that ask for what is not computed, and why."""
+    if family.by_layer_type is None:
+        of_types: tuple[Mapping[str, Any], ...] = (content,)
+    else:
+        read = family.by_layer_type(content)
+        if isinstance(read, OddEntry):
+            yield read.entry, read.reason
+            return
+        of_types = (read.full, read.sliding)
+    for of_type in of_types:
+        for entry, rope in rope_entries(of_type).items():
+            reason = read_rope(family.ropes, rope, of_type, family.rotary_factor is not None)
+            if isinstance(reason, str):
+                yield entry if entry in content else next(iter(rope_entries(content))), reason
 
 
 def rope_entries(content: Mapping[str, Any]) -> dict[str, object]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-_GEMMA = (
-    "its norms multiply by weight + 1 and stand after attention and MLP too, embeddings are scaled, and layers with a "
-    "sliding window have another RoPE base: Megatron's local layer has no place for them"
-)
 REFUSED: dict[str, str] = {
-    "GemmaForCausalLM": "its norms multiply by weight + 1, and embeddings are scaled",
-    "Gemma2ForCausalLM": f"{_GEMMA}; logits have a bound",
-    "Gemma3ForCausalLM": _GEMMA,
-    "Gemma3ForConditionalGeneration": f"images are not supported, and of its text model {_GEMMA}",
+    "Gemma2ForCausalLM": "the logits of its attention and of its head have a bound, which no kernel here computes",
+    "Gemma3ForConditionalGeneration": (
+        "images are not supported; save its text model alone, which is a Gemma3ForCausalLM (text_config is its config)"
+    ),
     "Phi3ForCausalLM": "its RoPE of type longrope has other frequencies where a batch is longer",
     "Glm4MoeForCausalLM": "vLLM keeps its router in float32 in every precision, which a sync does not write yet",
     "GptOssForCausalLM": "attention sinks, biases of experts and their clamped activation are not trained here",

@@ -52,7 +52,8 @@ class ModelShape:
     model that predict further tokens, which are left out. rope: what is done to RoPE's
     frequencies. ropes: RoPE of each layer, if layers differ; (): that of rope_theta and rope in every layer.
     rotary_factor: share of a head that RoPE turns. windows: keys that a query of each layer sees, its own among them;
-    0: all keys; (): all of them in every layer.
+    0: all keys; (): all of them in every layer. query_pre_attn_scalar: the attention's logits are divided by its root;
+    0: by that of head_dim.
     """
 
     architecture: str
@@ -81,6 +82,7 @@ class ModelShape:
     ropes: tuple[Rotation, ...] = ()
     rotary_factor: float = 1.0
     windows: tuple[int, ...] = ()
+    query_pre_attn_scalar: float = 0.0
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its global number, has experts in place of a plain MLP."""

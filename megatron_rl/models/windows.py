@@ -22,8 +22,9 @@ class OddEntry:
 Windows = Callable[[Mapping[str, Any], int], "tuple[int, ...] | OddEntry"]
 """(config.json, number of layers) -> ModelShape.windows of a family"""
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_ODD_TYPES = OddEntry("layer_types", f"layers other than {_FULL} are not supported here")
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ODD_TYPES = OddEntry("layer_types", f"layers other than {FULL} are not supported here")
 
 
 def no_windows(content: Mapping[str, Any], layers: int) -> tuple[int, ...] | OddEntry:
@@ -72,15 +73,35 @@ def switched_windows(content: Mapping[str, Any], layers: int, by_layer: bool = T
     return OddEntry("use_sliding_window", reason)
 
 
+def windows_by_layer(content: Mapping[str, Any], layers: int, pattern: int) -> tuple[int, ...] | OddEntry:
+    """Of Gemma 3: layers have the window sliding_window as layer_types says; if it does not, all but each
+    sliding_window_pattern-th. pattern: where the file does not say.
+    """
+    window: Any = content.get("sliding_window")
+    every: Any = content.get("sliding_window_pattern", pattern)
+    kinds: object = content.get("layer_types")
+    if not _is_count(window):
+        return OddEntry("sliding_window", "must be a whole number above 0")
+    if kinds is None:
+        if not _is_count(every):
+            return OddEntry("sliding_window_pattern", "must be a whole number above 0")
+        if content.get("_sliding_window_pattern", every) != every:
+            return OddEntry("_sliding_window_pattern", "is read by nobody where the file has no layer_types")
+        return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
+    if not isinstance(kinds, list) or not all(kind in (FULL, SLIDING) for kind in cast("list[object]", kinds)):
+        return OddEntry("layer_types", f"must be a list of {FULL} and {SLIDING}")
+    return tuple(window if kind == SLIDING else 0 for kind in cast("list[object]", kinds))
+
+
 def _count_sliding(kinds: object) -> int:
-    return cast("list[object]", kinds).count(_SLIDING) if isinstance(kinds, list) else 0
+    return cast("list[object]", kinds).count(SLIDING) if isinstance(kinds, list) else 0
 
 
 def _all_full(content: Mapping[str, Any]) -> bool:
     kinds: object = content.get("layer_types")
     if not isinstance(kinds, list):
         return kinds is None
-    return all(kind == _FULL for kind in cast("list[object]", kinds))
+    return all(kind == FULL for kind in cast("list[object]", kinds))
 
 
 def _is_count(value: object) -> bool:

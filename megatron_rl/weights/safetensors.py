@@ -128,13 +128,14 @@ class SafetensorsSource:
 
 
 class RandomSource:
-    """Weights drawn at random: N(0, initializer_range) matrices, unit norms, zero biases.
+    """Weights drawn at random: N(0, initializer_range) matrices, norms that change nothing, zero biases.
 
     Each tensor has a generator of its own, seeded by (seed, name): the values depend on no layout and no order.
     """
 
-    def __init__(self, seed: int, initializer_range: float) -> None:
-        self._seed, self._std = seed, initializer_range
+    def __init__(self, seed: int, initializer_range: float, norm: float = 1.0) -> None:
+        """norm: every number of a norm's weight."""
+        self._seed, self._std, self._norm = seed, initializer_range, norm
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -145,7 +146,7 @@ class RandomSource:
         """See WeightSource."""
         shape = self._shapes[block.hf_name]
         if len(shape) == 1:
-            whole = torch.zeros(shape) if block.hf_name.endswith("bias") else torch.ones(shape)
+            whole = torch.zeros(shape) if block.hf_name.endswith("bias") else torch.full(shape, self._norm)
         else:
             # torch's CPU generator looks at 32 bits of a seed, so seed and name are mixed into as many.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{block.hf_name}".encode()))

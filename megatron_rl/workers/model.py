@@ -18,6 +18,7 @@ from megatron_rl.mcore.heads import columns_reader
 from megatron_rl.mcore.lora import attach, merged_values, without_adapters
 from megatron_rl.mcore.offload import Offload
 from megatron_rl.mcore.step import forward, forward_columns, optimizer_step
+from megatron_rl.models import FAMILIES
 from megatron_rl.types import StepReport, TrainBatch
 from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource
 from megatron_rl.weights.peft_files import AdapterFile, NewAdapters
@@ -35,7 +36,8 @@ def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device) -> Model:
     def open_source() -> WeightSource:
         source: WeightSource
         if plan.random:
-            source = RandomSource(cfg.trainer.seed, plan.shape.initializer_range)
+            centered = FAMILIES[plan.shape.architecture].compute.zero_centered_norms
+            source = RandomSource(cfg.trainer.seed, plan.shape.initializer_range, 0.0 if centered else 1.0)
         else:
             source = SafetensorsSource(plan.weights)
         if plan.value_head:

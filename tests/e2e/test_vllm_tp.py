@@ -121,14 +121,10 @@ def _layout_on_rank(rank: int, world: int, folder: str, overrides: tuple[str, ..
     return found
 
 
-@needs_cpu_engine
-def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> None:
+def _assert_followed(folder: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
     """Greedy outputs equal transformers', before and after an update, and both ranks sample alike, with
     seeds and without.
-
-    With TP 2 on both sides and one KV head a rank, all of the engine is the trainer's memory: a sync moves nothing.
     """
-    ranks = run_ranks(2, _layouts_on_rank, folder, timeout=400.0)
     model = load_hf_model(folder)
     for name in LAYOUTS:
         here, other = (rank[name] for rank in ranks)
@@ -146,6 +142,13 @@ def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> N
                 assert report.moved_bytes == report.minimum_bytes, "W4"
         assert here["seeded 0"] != here["seeded 1"]
         assert here["seeded 0"] == ranks[0]["dp2"]["seeded 0"], "samples with seeds do not depend on the layout"
+
+
+@needs_cpu_engine
+def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> None:
+    """With TP 2 on both sides and one KV head a rank, all of the engine is the trainer's memory, and nothing moves."""
+    ranks = run_ranks(2, _layouts_on_rank, folder, timeout=400.0)
+    _assert_followed(folder, ranks)
     for rank in ranks:
         assert {name.split(".")[-2] for name in rank["dp2"]["shared"]} == {
             "input_layernorm",
@@ -154,6 +157,16 @@ def test_engines_of_two_ranks_follow_every_layout_of_the_actor(folder: str) -> N
         }
         report = rank["tp2"]["sync 1"]
         assert (report.local_bytes, report.moved_bytes) == (0, 0) and report.aliased_bytes > 0
+
+
+@needs_cpu_engine
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text"])
+def test_engines_of_further_families_follow_every_layout_of_the_actor(tmp_path: Path, family: str) -> None:
+    folder = save_tiny(tmp_path / "model", family, tied=True, layers=2)
+    ranks = run_ranks(2, _layouts_on_rank, folder, timeout=400.0)
+    _assert_followed(folder, ranks)
+    assert all(rank["tp2"]["sync 1"].moved_bytes == 0 < rank["tp2"]["sync 1"].aliased_bytes for rank in ranks)
 
 
 def _experts_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -249,7 +262,7 @@ def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: in
     """Names, shapes and dtypes agree with the table; writing a table's parts equals giving whole tensors, in layers
     with experts too, whose kernels want them packed. A surplus or a lack is an error that names it.
     """
-    families = ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral") if tp == 1 else ("qwen3_moe",)
+    families = ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "gemma3_text") if tp == 1 else ("qwen3_moe",)
     folders = {name: save_tiny(tmp_path / name, name, tied=False, layers=2) for name in families}
     for rank in run_ranks(tp, _families_on_rank, folders, timeout=400.0):
         for family, found in rank.items():

@@ -128,6 +128,32 @@ REFUSED: list[Variant] = [
     ("deepseek_v2", {"topk_method": "noaux_tc"}),
     ("deepseek_v2", {"n_group": 2, "topk_method": "greedy"}),
     ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+    ("gemma", {"use_bidirectional_attention": True}),
+    ("gemma", {"hidden_activation": "gelu"}),
+    ("gemma", {"hidden_act": "silu"}),
+    ("gemma", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+    ("gemma3_text", {"use_bidirectional_attention": True}),
+    ("gemma3_text", {"hidden_activation": "silu"}),
+    ("gemma3_text", {"sliding_window": None}),
+    ("gemma3_text", {"layer_types": ["full_attention", "chunked_attention"]}),
+    ("gemma3_text", {"sliding_window_pattern": 0, "layer_types": ABSENT}),
+    ("gemma3_text", {"_sliding_window_pattern": 2, "layer_types": ABSENT}),
+    ("gemma3_text", {"query_pre_attn_scalar": None}),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "factor": 2.0}}}),
+    ("gemma3_text", {"rope_parameters": {"full_attention": [1e4]}}),
+    ("gemma3_text", {"rope_local_base_freq": 0, "rope_parameters": ABSENT}),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8}, "rope_parameters": ABSENT}),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_parameters": ABSENT}),
+    ("gemma3_text", {"rope_local_base_freq": 5.0}),
+    ("gemma3_text", {"rope_theta": 5.0}),
+    ("gemma3_text", {"attention_bias": True}),
+    ("gemma3_text", {"hidden_size": 65}),
 ]
 """The first entry is the one that is named."""
 
@@ -153,6 +179,13 @@ def _older(rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return _TO_64 | {"rope_theta": 5e3, "rope_scaling": rope, "rope_parameters": ABSENT} | changes
 
 
+GEMMA3_OLDER: dict[str, Any] = {
+    "rope_parameters": ABSENT, "rope_theta": 5e3, "rope_local_base_freq": 77.0, "layer_types": ABSENT,
+    "_sliding_window_pattern": ABSENT, "sliding_window_pattern": 2, "sliding_window": 9,
+    "final_logit_softcapping": None, "tie_word_embeddings": ABSENT,
+}  # fmt: skip
+"""As published files of Gemma 3 have it: windows by a pattern, and two bases at the top."""
+
 SCALED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families that compute every kind of RoPE."""
 
@@ -177,8 +210,13 @@ FIRST: list[Variant] = [
     ),
     ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
     ("deepseek_v3", {"norm_topk_prob": False, "rms_norm_eps": 1e-2, "routed_scaling_factor": 0.6}),
+    (
+        "gemma3_text",
+        GEMMA3_OLDER
+        | {"rope_scaling": {"rope_type": "linear", "factor": 2.5}, "rms_norm_eps": 1e-2, "query_pre_attn_scalar": 100},
+    ),
 ]
-"""One of each family: with these the default suite starts vLLM."""
+"""With these the default suite starts vLLM: one of each family, or of those that are built alike."""
 
 PASSING: list[Variant] = [
     *FIRST,
@@ -226,4 +264,12 @@ PASSING: list[Variant] = [
     ("deepseek_v3", {"rope_parameters": ABSENT, "rope_theta": 1e5, "rope_interleave": True, "aux_loss_alpha": 0.1}),
     ("deepseek_v2", {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2}),
     ("deepseek_v2", {"rope_parameters": _LATENT_YARN, "routed_scaling_factor": 16.0, "moe_layer_freq": 1}),
+    ("gemma3_text", GEMMA3_OLDER | {"rope_scaling": None, "rope_theta": ABSENT, "rope_local_base_freq": ABSENT}),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": False}),
+    ("gemma3_text", {"sliding_window": 1, "layer_types": SLIDING, "use_bidirectional_attention": False}),
+    ("gemma3_text", {"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 55.0}}}),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.5}}, "rope_theta": 44.0}),
+    ("gemma", {"rope_theta": 31.0, "rope_parameters": ABSENT, "hidden_act": "gelu", "cache_implementation": "hybrid"}),
+    ("gemma", {"head_dim": 96, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}),
+    ("gemma", {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}),
 ]

@@ -87,6 +87,23 @@ FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 50000.0,
         },
     ),
+    # transformers gives the embedding of pad_token_id no gradient, and Gemma has one by default.
+    "gemma": ("Gemma", {"head_dim": 64, "rms_norm_eps": 3e-4, "pad_token_id": None}),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "head_dim": 64,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "query_pre_attn_scalar": 40,
+            "pad_token_id": None,
+            "rms_norm_eps": 3e-4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
 }
 
@@ -100,7 +117,7 @@ def save_tiny(
     import transformers
 
     name, own = FAMILY_FIELDS[family]
-    config_of, model_of = getattr(transformers, name + "Config"), getattr(transformers, name + "ForCausalLM")
+    model_of = getattr(transformers, name + "ForCausalLM")
     torch.manual_seed(1)
     common: dict[str, Any] = {
         "vocab_size": vocab,
@@ -115,7 +132,10 @@ def save_tiny(
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    config = config_of(**(common | own | fields))
+    entries = common | own | fields
+    if "layer_types" in entries:
+        entries["layer_types"] = entries["layer_types"][:layers]
+    config = model_of.config_class(**entries)
     model = model_of(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -140,7 +160,9 @@ def save_odd(folder: Path, family: str, changes: dict[str, Any]) -> str:
         given = changes["head_dim"]
         # hidden_size / num_attention_heads
         sizes["head_dim"] = 32 if given in (None, ABSENT) else given
-    save_tiny(folder, family, layers=2, tied=changes.get("tie_word_embeddings") is True, **sizes)
+    tied = changes.get("tie_word_embeddings", False)
+    tied = family.startswith("gemma") if tied == ABSENT else tied
+    save_tiny(folder, family, layers=2, tied=tied, **sizes)
     path = folder / "config.json"
     path.write_text(json.dumps(laid_over(json.loads(path.read_text()), changes)))
     return str(folder)

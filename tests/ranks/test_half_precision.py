@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,27 @@ def _steps(trainable: Any, actor: Any, rank: int, world: int, count: int, scale:
         report, _ = train_step(trainable, my_micro_batches(batch, actor, rank, world), nll_loss, 1.0)
         losses.append(report.loss)
     return losses
+
+
+def _half_layers(rank: int, world: int, folder: str, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an embedding and a norm give in bfloat16."""
+    (chunk,) = build(folder, make_actor(), world, "bfloat16").model.bare_chunks
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        embedded = chunk.embedding(input_ids=ids, position_ids=ids)[:, 0]
+        return {"embedded": embedded, "normed": chunk.decoder.final_layernorm(hidden)}
+
+
+def test_gemmas_embeddings_and_norms_are_rounded_as_in_transformers(tmp_path: Path) -> None:
+    """To the last bit: the factor on embeddings is rounded first, 1 + weight is not."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_tiny(tmp_path / "model", "gemma3_text", layers=1)
+    hidden = torch.randn(30, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (found,) = run_ranks(1, _half_layers, folder, hidden)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).model
+    assert torch.equal(found["embedded"], model.embed_tokens(torch.arange(20)))
+    assert torch.equal(found["normed"], model.norm(hidden))
 
 
 def _weights(trainable: Any) -> Weights:

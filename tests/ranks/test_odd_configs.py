@@ -18,7 +18,19 @@ NUMBERS = ("rope_parameters", "rope_theta", "rms_norm_eps", "norm_topk_prob")
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"]
+    "family",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gemma",
+        "gemma3_text",
+    ],
 )
 def test_n1_the_trainer_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
     """Every passing variant of the table; and those that name numbers are another model than the plain one, so that a

@@ -35,7 +35,7 @@ WIDE: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", WIDE)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text"])
 def test_w1_dense_families_come_back_from_every_layout(tmp_path: Path, family: str, layout: str) -> None:
     """Tied and untied, in both precisions; a vocabulary that TP pads."""
     world, axes = WIDE[layout]

@@ -133,6 +133,22 @@ def test_n2_n3_layouts_train_like_one_rank(
             _assert_same(trajectory, one_rank[layers, name], has_loss=rank in last_stage)
 
 
+FEW_LAYOUTS = ("tp2-sp", "dp2", "pp2", "cp2-tp2", "cp2-overlap-recompute", "recompute-selective-cp2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma", "gemma3_text"])
+def test_n2_families_with_norms_of_their_own_train_like_one_rank(tmp_path: Path, family: str) -> None:
+    """N2, of zero-centered norms, norms behind attention and MLP, and windows and RoPE by layer; packed and padded."""
+    folder = {"tied": save_tiny(tmp_path / "model", family, tied=True, layers=2, **SHAPE)}
+    (wanted,) = run_ranks(1, _train_on_rank, folder, {}, PLAIN, "token-mean")[0]
+    for layout in FEW_LAYOUTS:
+        world, axes = (LAYOUTS | MORE_LAYOUTS)[layout]
+        variants: tuple[Variant, ...] = (("tied", True), ("tied", False))
+        for trajectory in run_ranks(world, _train_on_rank, folder, axes, variants, "token-mean", timeout=180)[-1]:
+            _assert_same(trajectory, wanted, has_loss=True)
+
+
 def test_n3_every_aggregation_is_invariant(folders: dict[int, dict[str, str]]) -> None:
     """N3: denominators are global in every aggregation mode."""
     wanted = run_ranks(1, _every_mode, folders[2], {})[0]

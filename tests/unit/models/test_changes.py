@@ -16,6 +16,8 @@ from tests.unit.models.test_model_config import write_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 OTHER = YARN | {"rope_theta": 3.0}
+BY_TYPE = {"full_attention": OTHER, "sliding_attention": {"rope_theta": 5.0}}
+ODD_TYPES = BY_TYPE | {"rope_theta": 7.0}
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
 
 
@@ -44,6 +46,9 @@ PLAIN = {"rope_type": "default", "rope_theta": 5e5}
             {"rope_theta": 9.0, "rope_parameters": PLAIN | {"rope_theta": 9.0}},
         ),
         ({"rope_parameters": PLAIN}, {"rope_parameters": OTHER}, {"rope_parameters": OTHER}),
+        # Each layer type has its own base.
+        ({"rope_theta": 7.0}, {"rope_parameters": BY_TYPE}, {"rope_theta": 7.0, "rope_parameters": BY_TYPE}),
+        ({"rope_parameters": BY_TYPE}, {"rope_theta": 7.0}, {"rope_theta": 7.0, "rope_parameters": ODD_TYPES}),
     ],
 )
 def test_the_changes_are_what_is_read(content: dict[str, Any], changes: dict[str, Any], merged: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import inspect_model
-from megatron_rl.models.rope import Llama3, Rope, Yarn
-from tests.helpers.odd_configs import PASSING, REFUSED, laid_over
+from megatron_rl.models.rope import Llama3, Rope, Rotation, Yarn
+from tests.helpers.odd_configs import ABSENT, PASSING, REFUSED, laid_over
 from tests.helpers.tiny import FAMILY_FIELDS
 
 BASE: dict[str, Any] = {
@@ -29,11 +29,13 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _base(family: str) -> dict[str, Any]:
-    """Entries of a small model; of families with latent attention, all that they need."""
+    """Entries of a small model; of families that need more, all of it."""
     if family.startswith("deepseek"):
         small = {name: value for name, value in BASE.items() if name != "head_dim"}
         return small | {"num_attention_heads": 4} | FAMILY_FIELDS[family][1]
     own = BASE | (EXPERTS if family in ("qwen3_moe", "mixtral") else {})
+    if family == "gemma3_text":
+        own |= FAMILY_FIELDS[family][1] | {"layer_types": ["full_attention"] * 2}
     return {name: value for name, value in own.items() if name != "moe_intermediate_size" or family == "qwen3_moe"}
 
 
@@ -80,6 +82,9 @@ def test_what_transformers_writes_for_a_family_passes(tmp_path: Path, family: st
     config = AutoConfig.for_model(family, **_base(family))
     written = json.loads(config.to_json_string(use_diff=False))
     older = {"torch_dtype": "float16", "rope_theta": 1e4, "rope_scaling": None, "output_attentions": False}
+    if family == "gemma3_text":
+        # Its bases are those of rope_parameters, and another one at the top is refused.
+        del older["rope_theta"]
     shape, faults = inspect_model(write_config(tmp_path, family, written | older | _named(family)))
     assert shape is not None, [str(fault) for fault in faults]
 
@@ -133,6 +138,14 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], Rope, int]] = {
 }
 """What the files of published models say beside their sizes: (family, entries, RoPE, window of every layer)."""
 
+GEMMA3_1B: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+    "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+    "sliding_window_pattern": 6, "rope_parameters": ABSENT, "layer_types": ABSENT, "num_hidden_layers": 13,
+    "pad_token_id": 0,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_published_models_say_is_computed(tmp_path: Path, name: str) -> None:
@@ -140,3 +153,11 @@ def test_what_published_models_say_is_computed(tmp_path: Path, name: str) -> Non
     shape, faults = inspect_model(write_config(tmp_path, family, entries))
     assert shape is not None, [str(fault) for fault in faults]
     assert (shape.rope, shape.windows) == (rope, (window,) * 2 if window else ())
+
+
+def test_gemma_3_has_windows_and_rope_by_layer_and_its_output_matrix_is_the_embedding(tmp_path: Path) -> None:
+    shape, faults = inspect_model(write_config(tmp_path, "gemma3_text", GEMMA3_1B))
+    assert shape is not None, [str(fault) for fault in faults]
+    assert shape.windows == ((512,) * 5 + (0,)) * 2 + (512,)
+    assert (shape.rotation(5), shape.rotation(6)) == (Rotation(1e6, Rope()), Rotation(1e4, Rope()))
+    assert shape.tie_word_embeddings and shape.query_pre_attn_scalar == 256

@@ -202,6 +202,9 @@ def test_random_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(other.read(Block(name, (0, 24), (0, 16))), whole)
     assert bool((one.read(Block("model.norm.weight", (0, 16))) == 1).all())
     assert bool((one.read(Block("model.layers.0.self_attn.q_proj.bias", (0, 32))) == 0).all())
+    centered = RandomSource(3, 0.02, norm=0.0)
+    centered.check(shapes)
+    assert bool((centered.read(Block("model.norm.weight", (0, 16))) == 0).all())
 
 
 def test_written_folder_reads_back_in_shards(tmp_path: Path) -> None:
