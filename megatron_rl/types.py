@@ -20,20 +20,9 @@ FinishReason = Literal["stop", "length"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 """Samples and Rollouts hold a reason as its number here."""
 Column = Literal[
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "train_logprobs",
-    "greedy",
-    "kl",
-    "values",
-    "old_values",
-    "advantages",
-    "returns",
-    "loss_weights",
-    "critic_weights",
-    "rollout_weights",
-]
+    "rollout_logprobs", "old_logprobs", "ref_logprobs", "train_logprobs", "greedy", "kl", "values", "old_values",
+    "advantages", "returns", "loss_weights", "critic_weights", "rollout_weights", "targets", "answers", "nll_weights",
+]  # fmt: skip
 """What a batch on the ranks may know of each token, beside the token itself (workers/rank_batch.py)."""
 
 Int32 = npt.NDArray[np.int32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AlgorithmName = Literal["grpo", "ppo", "sft"]
+AlgorithmName = Literal["dpo", "grpo", "ppo", "sft"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Needs:
     critic: bool = False
     """A value model (section `critic`)."""
     preferences: bool = False
-    """Data rows that hold a better and a worse response."""
+    """Data rows that were judged: pairs of a better and a worse answer, or answers with a label or a number."""
     validates: Literal["steps", "epochs"] = "steps"
     """When a negative trainer.test_freq validates: only after the last step, or at the end of every epoch too."""
     stops_at_loss: bool = False
@@ -29,6 +29,7 @@ class Needs:
 
 
 ALGORITHMS: dict[AlgorithmName, Needs] = {
+    "dpo": Needs(preferences=True, validates="epochs", prints_every=10),
     "grpo": Needs(rollouts=True, rewards=True),
     "ppo": Needs(rollouts=True, rewards=True, critic=True),
     "sft": Needs(validates="epochs", stops_at_loss=True, prints_every=10),

@@ -50,6 +50,7 @@ LEARNED: tuple[str, ...] = (
     *_below("model", "path", "tokenizer_path", "chat_template", "eos_token", "init", "override_config", "dtype"),
     *_below("model.lora", "rank", "alpha", "use_rslora", "dropout", "target_modules", "exclude_modules", "path"),
     *_below("data", "train_files", "mix_weights", "prompt_key", "string_prompt", "label_key", "metadata_key"),
+    *_below("data", "chosen_key", "rejected_key"),
     *_below("data", "data_source_key", "response_key", "messages_key", "tools_key", "enable_thinking_key"),
     *_below("data", "max_prompt_length", "max_response_length", "train_batch_size", "overlong_prompts", "shuffle"),
     *_below("data", "chat_template", "apply_chat_template_kwargs"),
@@ -66,7 +67,9 @@ LEARNED: tuple[str, ...] = (
     *_below("reward.judge", "path", "tokenizer_path", "dtype", "chat_template", "apply_chat_template_kwargs"),
     *_below("reward.judge", "max_length", "engine", "template", "score_pattern", "lowest", "highest"),
     *_below("reward.judge", "max_tokens", "temperature"),
-    *_below("algorithm", "name", "adv_estimator.", "use_kl_in_reward", "kl_ctrl.", "kl_penalty", "drop_flat_groups"),
+    *_below(
+        "algorithm", "name", "loss.", "adv_estimator.", "use_kl_in_reward", "kl_ctrl.", "kl_penalty", "drop_flat_groups"
+    ),
     *_below("algorithm", "overlong_filtering", "overlong_buffer.", "filter_groups.", "rollout_correction."),
     *_below("trainer", "critic_warmup", "max_staleness", "seed"),
 )

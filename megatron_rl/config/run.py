@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
+from megatron_rl.algos.preference.base import JudgedLoss
 from megatron_rl.config.algorithms import ALGORITHMS, Needs
 from megatron_rl.config.sections.actor import ActorConfig, LossAggMode, OptimConfig, ParallelConfig, RefConfig
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
@@ -28,7 +29,7 @@ class TrainingConfig:
     parallel: ParallelConfig
     optim: OptimConfig
     mini_batch_size: int
-    """Prompts (SFT: sequences) of one optimizer step."""
+    """Prompts (SFT: sequences; preferences: rows) of one optimizer step."""
     micro_batch_size: int | None
     """Maximum sequences per forward pass and rank; None if there is no limit."""
     max_tokens_per_gpu: int
@@ -66,8 +67,15 @@ class RunConfig:
         return engine_of(self.rollout.name)
 
     @property
+    def judged_loss(self) -> JudgedLoss:
+        """The loss of a run on preferences."""
+        return self.algorithm.loss
+
+    @property
     def needs_reference(self) -> bool:
         """The run compares the policy with a frozen one."""
+        if self.needs.preferences:
+            return self.judged_loss.needs_reference
         return self.needs.rollouts and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
 
     @property
@@ -128,7 +136,7 @@ class RunConfig:
 
     @property
     def mini_batch_size(self) -> int:
-        """Prompts (SFT: sequences) of one optimizer step."""
+        """Prompts (SFT: sequences; preferences: rows) of one optimizer step."""
         size = self.actor.ppo_mini_batch_size if self.needs.rollouts else None
         return self.data.train_batch_size if size is None else size
 
@@ -151,6 +159,13 @@ class RunConfig:
         return max(self.trainer.save_freq, 0) if freq is None else freq
 
     @property
+    def sequences_together(self) -> int:
+        """Sequences that share a forward pass in any case: those of a row of preferences."""
+        return self.judged_loss.sequences_per_row if self.needs.preferences else 1
+
+    @property
     def samples_per_prompt(self) -> int:
-        """Sequences that one prompt (SFT: row) becomes."""
+        """Sequences that one prompt (SFT and preferences: row) becomes. Those of a row of preferences stay together."""
+        if self.needs.preferences:
+            return self.judged_loss.sequences_per_row
         return self.rollout.n if self.needs.rollouts else 1

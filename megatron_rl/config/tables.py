@@ -127,17 +127,10 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[TableR
         engines = cfg.world_size // cfg.rollout.tp
         each = f"{cfg.rollout.tp} rank{'s' if cfg.rollout.tp > 1 else ''} each"
         rows.append(TableRow("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))
-        reference = cfg.ref.path or "the actor's starting weights"
-        if cfg.model.lora.rank and cfg.ref.path is None:
-            reference = "the actor without its adapters"
-        rows.append(
-            TableRow(
-                "reference model",
-                int(cfg.needs_reference),
-                reference if cfg.needs_reference else "no KL term",
-            )
-        )
+        rows.append(_reference(cfg))
         rows += [TableRow("critic", 1, _critic(cfg))] if cfg.critic.enable else []
+    elif cfg.needs_reference:
+        rows.append(_reference(cfg))
     if shape is not None:
         rows += [
             TableRow(
@@ -157,6 +150,13 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[TableR
         columns = "columns of an expert on a rank" if shape.num_experts else "MLP columns of a rank"
         rows.append(TableRow(columns, shape.ffn_size // parts, f"{shape.ffn_size} / {axis} {parts}"))
     return rows
+
+
+def _reference(cfg: RunConfig) -> TableRow:
+    reference = cfg.ref.path or "the actor's starting weights"
+    if cfg.model.lora.rank and cfg.ref.path is None:
+        reference = "the actor without its adapters"
+    return TableRow("reference model", int(cfg.needs_reference), reference if cfg.needs_reference else "no KL term")
 
 
 def _critic(cfg: RunConfig) -> str:

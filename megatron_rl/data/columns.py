@@ -68,8 +68,8 @@ def _given(value: object) -> bool:
 
 _AGENT = "several turns and tools that run while sampling are not there, so the row would be trained as one turn"
 _ONE_TURN_CURE = "take it out to train on one turn"
-_PAIR = "pairs of answers are not trained on"
-_PAIR_CURE = "give the answer to train on in data.response_key or the messages, and take it out"
+_PAIR = "pairs of answers are for algorithm.name dpo and reward_model"
+_PAIR_CURE = "set one of these, or give the answer to train on in data.response_key or the messages, and take it out"
 _AGENTS = {
     "agent_name": _Refused(lambda value: _given(value) and value != ONE_TURN, _AGENT, _ONE_TURN_CURE),
     "need_tools_kwargs": _Refused(lambda value: _given(value) and value is not False, _AGENT, _ONE_TURN_CURE),
@@ -116,20 +116,24 @@ def template_columns(cfg: DataConfig) -> tuple[str, ...]:
 def rendered_values(cfg: DataConfig, values: Values) -> list[Any]:
     """Every value of a row that its tokens depend on."""
     keys = (cfg.prompt_key, cfg.response_key, cfg.messages_key, CONVERSATION_KEY, COMPLETION_KEY)
+    keys += (cfg.chosen_key, cfg.rejected_key)
     tools_column = _tools_column(cfg, values)
     tools = find_value(values, tools_column) if tools_column else None
     return [tools, *(find_value(values, key) for key in (*keys, *template_columns(cfg)))]
 
 
-def refuse_columns(cfg: DataConfig, values: Values, template_names: Collection[str] = ()) -> None:
+def refuse_columns(
+    cfg: DataConfig, values: Values, template_names: Collection[str] = (), read: Collection[str] = ()
+) -> None:
     """Raise a BadRow that names every column whose content is lost, and what to do.
 
-    template_names: variables that the chat template reads.
+    template_names: variables that the chat template reads. read: columns that the caller reads itself.
     """
+    own = (*_own(cfg), *read)
     faults = [
         f"{name!r} = {short(values[name])} is not used: {refused.reason} -- {refused.cure}"
         for name, refused in _COLUMNS.items()
-        if name in values and refused.is_bad(values[name]) and name not in _own(cfg)
+        if name in values and refused.is_bad(values[name]) and name not in own
     ]
     for column in info_keys(cfg):
         info = find_value(values, column)
@@ -144,7 +148,7 @@ def refuse_columns(cfg: DataConfig, values: Values, template_names: Collection[s
             "-- join the two in one column, or write messages"
         )
     for name in template_names:
-        if _given(values.get(name)) and name not in (*template_columns(cfg), *_own(cfg), *_COLUMNS, *STANDARD_NAMES):
+        if _given(values.get(name)) and name not in (*template_columns(cfg), *own, *_COLUMNS, *STANDARD_NAMES):
             faults.append(
                 f"{name!r} is not used, and the chat template reads a keyword of that name "
                 "-- put it into a mapping in the column chat_template_kwargs, or name the column otherwise"
@@ -157,9 +161,11 @@ STANDARD_NAMES = frozenset(("messages", "tools", "add_generation_prompt", "promp
 """Names of templates' variables that mean no keyword."""
 
 
-def unused_columns(cfg: DataConfig, values: Values, kind: Literal["rl", "sft"]) -> list[str]:
-    """Columns of a row that have a value and that nothing reads."""
-    used = {*template_columns(cfg), cfg.data_source_key, *HARMLESS, *_COLUMNS}
+def unused_columns(
+    cfg: DataConfig, values: Values, kind: Literal["rl", "sft"], read: Collection[str] = ()
+) -> list[str]:
+    """Columns of a row that have a value and that nothing reads. read: columns that the caller reads itself."""
+    used = {*read, *template_columns(cfg), cfg.data_source_key, *HARMLESS, *_COLUMNS}
     used.update(_rl_keys(cfg, values) if kind == "rl" else _sft_keys(cfg, values))
     tools_column = _tools_column(cfg, values)
     used.update([tools_column] if tools_column else [])

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -74,12 +74,18 @@ class Batch:
 
 
 def plan_roles(
-    cfg: RunConfig, seq_lens: Sequence[int], roles: Sequence[tuple[TrainingConfig, Sequence[int]]]
+    cfg: RunConfig,
+    seq_lens: Sequence[int],
+    roles: Sequence[tuple[TrainingConfig, Sequence[int]]],
+    together: int = 1,
 ) -> tuple[list[BatchPlan], tuple[tuple[int, ...], ...]]:
     """The plan of each role, and the sequences of each data-parallel rank, the same for all roles.
 
-    roles: how each trains, and the mini-batch of each sequence.
+    roles: how each trains, and the mini-batch of each sequence. together: so many sequences, one after the other, stay
+    in one micro-batch and next to each other (the two answers of a pair); a role's micro_batch_size is at least that.
     """
+    if together > 1:
+        return _plan_units(cfg, seq_lens, roles, together)
     # Context parallelism pads each sequence to whole chunks.
     cp, dp = cfg.actor.cp, cfg.dp_size
     unit = 2 * cp if cp > 1 else 1
@@ -102,3 +108,29 @@ def plan_roles(
     for s, rank in enumerate(rank_of):
         numbers[rank].append(s)
     return plans, tuple(map(tuple, numbers))
+
+
+def _plan_units(
+    cfg: RunConfig, seq_lens: Sequence[int], roles: Sequence[tuple[TrainingConfig, Sequence[int]]], size: int
+) -> tuple[list[BatchPlan], tuple[tuple[int, ...], ...]]:
+    """As plan_roles, of units of `size` sequences: planned as one long sequence each, then taken apart."""
+    cp = cfg.actor.cp
+    chunk = 2 * cp if cp > 1 else 1
+    units = [
+        [-(-length // chunk) * chunk for length in seq_lens[at : at + size]] for at in range(0, len(seq_lens), size)
+    ]
+    # Without packing each sequence is padded to the longest of its micro-batch.
+    lens = [sum(unit) if cfg.actor.packing else size * max(unit) for unit in units]
+    of_units = [
+        (replace(one, micro_batch_size=one.micro_batch_size and one.micro_batch_size // size), mini_of[::size])
+        for one, mini_of in roles
+    ]
+    plans, numbers = plan_roles(cfg, lens, of_units)
+
+    def whole(planned: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(unit * size + i for unit in planned for i in range(size))
+
+    taken_apart = [
+        BatchPlan(tuple(tuple(tuple(map(whole, micros)) for micros in ranks) for ranks in plan.minis)) for plan in plans
+    ]
+    return taken_apart, tuple(map(whole, numbers))

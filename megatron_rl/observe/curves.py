@@ -13,6 +13,7 @@ from megatron_rl.observe.sinks import read_metrics
 PANELS = (
     ("reward/mean", "training reward", "#1f6fb4"),
     ("sft/loss", "training loss", "#b4551f"),
+    ("preference/loss", "training loss", "#b4551f"),
     ("val/accuracy", "held-out accuracy", "#2a8a4a"),
 )
 SMOOTH = 0.9

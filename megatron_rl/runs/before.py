@@ -16,6 +16,7 @@ from typing import TypeVar
 from megatron_rl.cluster.preflight import preflight
 from megatron_rl.config.checks.reward import plan_rewards
 from megatron_rl.config.run import RunConfig
+from megatron_rl.data.preferences import preference_reader
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import load_sft
@@ -107,6 +108,7 @@ def inspect(cfg: RunConfig, color: bool | None = None) -> Findings:
         return findings
     in_color = color if color is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ
     look = _look_at_prompts if cfg.needs.rollouts else _look_at_samples
+    look = _look_at_preferences if cfg.needs.preferences else look
     look(cfg, renderer, findings, in_color)
     return findings
 
@@ -128,6 +130,14 @@ def _look_at_samples(cfg: RunConfig, renderer: Renderer, findings: Findings, col
         # The first token of a sequence is predicted by nothing.
         mask = [False, *sample.loss_mask[1:]]
         findings.lines += row_lines("first row", sample.token_ids, mask, renderer, color)
+
+
+def _look_at_preferences(cfg: RunConfig, renderer: Renderer, findings: Findings, color: bool) -> None:
+    sets = _read_sets(cfg, renderer, findings, preference_reader(cfg))
+    if "train" in sets:
+        for number, answer in enumerate(sets["train"].items[0].answers, start=1):
+            mask = [False, *answer.loss_mask[1:]]
+            findings.lines += row_lines(f"first row, answer {number}", answer.token_ids, mask, renderer, color)
 
 
 def _read_sets(

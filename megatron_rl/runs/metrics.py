@@ -12,9 +12,13 @@ from typing import TypeAlias
 import torch
 
 from megatron_rl.algos.groups import flat_groups
+from megatron_rl.algos.preference.base import Answers
+from megatron_rl.algos.preference.metrics import figure_means, row_figures
+from megatron_rl.data.preferences import PreferenceRow
 from megatron_rl.flow import Node, node
 from megatron_rl.flow.run import Timings
 from megatron_rl.learning.batch import Batch
+from megatron_rl.learning.preferences import LoadedRows
 from megatron_rl.learning.nonfinite import NonFiniteGuard
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.runs.validation import SampleRow, sample_row
@@ -138,6 +142,29 @@ def sft_metrics(parts: Parts, updates: list[UpdateResult]) -> Metrics:
     return metrics if average is None else metrics | {"sft/loss_ema": average}
 
 
+def preference_metrics(
+    parts: Parts, samples: list[PreferenceRow], updates: list[UpdateResult], answers: Answers
+) -> Metrics:
+    """The one optimizer step of a run on preferences, and how the policy before it stood to the rows."""
+    metrics = update_metrics([update.report for update in updates])
+    metrics |= memory_metrics([result.memory_bytes for result in updates])
+    metrics |= parts.models.guard.metrics({"policy": [update.report for update in updates]})
+    loss = parts.cfg.judged_loss
+    figures = row_figures(loss, answers)
+    means = figure_means(figures, [row.data_source for row in samples])
+    whole = metrics.pop("policy/loss", means["loss"])
+    if loss.adds_nll:
+        means["nll"] = whole - means["loss"]
+    if loss.mismatched:
+        means["kl"] = answers.kl
+    return metrics | {f"preference/{name}": value for name, value in (means | {"loss": whole}).items()}
+
+
+def preference_summary(loaded: LoadedRows) -> StepSummary:
+    """Of a step on preferences."""
+    return StepSummary(loaded.batch.num_tokens, [])
+
+
 def rollouts_summary(count: int, rollouts: Rollouts, results: list[RewardResult]) -> StepSummary:
     """With the first sample of `count` evenly spread prompts."""
     groups = rollouts.num_groups
@@ -154,6 +181,8 @@ def batch_summary(batch: Batch) -> StepSummary:
 def readers(parts: Parts) -> list[Node]:
     """The functions that read the values of a step: its metrics and its summary. Checked against the flow when built."""
     needs, guard = parts.cfg.needs, parts.models.guard
+    if needs.preferences:
+        return [node(preference_summary), node(preference_metrics, parts)]
     if not needs.rollouts:
         return [node(batch_summary), node(sft_metrics, parts)]
     shared = [node(rollouts_summary, parts.cfg.trainer.num_logged_rollouts), node(step_metrics)]

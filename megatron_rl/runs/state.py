@@ -18,7 +18,9 @@ class Stateful(Protocol):
 
 def stateful_parts(parts: Parts) -> dict[str, Stateful]:
     """Every part of a run that has a state, by name. The buffer is the loop's own."""
+    own: dict[str, Stateful] = {"references": parts.references} if parts.cfg.needs.preferences else {}
     return {
+        **own,
         "data": parts.data,
         "sampler": parts.sampler,
         "kl_control": parts.kl_control,

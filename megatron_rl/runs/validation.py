@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from megatron_rl.algos.preference.metrics import figure_means, row_figures
+from megatron_rl.data.preferences import PreferenceRow
 from megatron_rl.data.sft import SftSample
 from megatron_rl.rewards.answers import extract_answer, vote
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
+from megatron_rl.trainers.dpo import score_rows as score_preferences
 from megatron_rl.trainers.sft import score_rows
 from megatron_rl.types import FINISH_REASONS, Prompt, Rollouts
 
@@ -32,6 +35,9 @@ def validate(parts: Parts, step: int) -> Validation:
     if parts.cfg.needs.rollouts:
         val = parts.prompts.val
         return Validation({}, list) if val is None else validate_prompts(parts, val.items, step)
+    if parts.cfg.needs.preferences:
+        val = parts.preferences.val
+        return Validation({}, list) if val is None else validate_preferences(parts, val.items)
     val = parts.samples.val
     return Validation({}, list) if val is None else validate_samples(parts, val.items)
 
@@ -77,6 +83,26 @@ def validate_samples(parts: Parts, samples: Sequence[SftSample]) -> Validation:
         ]
 
     return Validation(metrics, rows)
+
+
+def validate_preferences(parts: Parts, rows: Sequence[PreferenceRow]) -> Validation:
+    """Each row once: loss, accuracy, margins and rewards, as in training (algos/preference/metrics.py)."""
+    data, loss = parts.cfg.data, parts.cfg.judged_loss
+    answers, nll = score_preferences(parts, rows, data.val_batch_size or data.train_batch_size)
+    figures = row_figures(loss, answers)
+    means = figure_means(figures, [row.data_source for row in rows])
+    means["loss"] += nll
+    metrics = {f"val/{name}": value for name, value in means.items()} | {"val/num_samples": float(len(rows))}
+    metrics |= {"val/nll": nll} if loss.adds_nll else {}
+    metrics |= {"val/kl": answers.kl} if loss.mismatched else {}
+
+    def table() -> list[SampleRow]:
+        return [
+            {"row": row.index, "data_source": row.data_source, **{name: float(of[i]) for name, of in figures.items()}}
+            for i, row in enumerate(rows)
+        ]
+
+    return Validation(metrics, table)
 
 
 def sample_row(rollouts: Rollouts, sequence: int, result: RewardResult) -> SampleRow:

@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.data.preferences import preference_reader
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.render import Renderer
 from megatron_rl.data.sft import load_sft
@@ -18,6 +19,7 @@ from megatron_rl.learning.kl_control import KlControl
 from megatron_rl.learning.loss_average import LossAverage
 from megatron_rl.learning.mismatch import MismatchGuard
 from megatron_rl.learning.passes import Models
+from megatron_rl.learning.preferences import References
 
 
 class Sourced(Protocol):
@@ -127,9 +129,11 @@ class Parts:
         self.prompts = RunData(cfg, load_prompts)
         self.samples = RunData(cfg, load_sft)
         """Of supervised fine-tuning."""
+        self.preferences = RunData(cfg, preference_reader(cfg))
         self.sampler = Sampler(cfg)
         self.rewards = RunRewards(cfg)
         self.models = Models(cfg)
+        self.references = References(self.models)
         self.kl_control = KlControl(cfg.algorithm.kl_ctrl)
         self.mismatch = MismatchGuard(cfg)
         self.loss_average = LossAverage()
@@ -137,4 +141,6 @@ class Parts:
     @property
     def data(self) -> RunData[Any]:
         """The rows that this run learns from."""
+        if self.cfg.needs.preferences:
+            return self.preferences
         return self.prompts if self.cfg.needs.rollouts else self.samples

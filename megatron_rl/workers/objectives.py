@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megatron_rl.algos.losses.base import TokenMetrics
+from megatron_rl.algos.preference.base import JudgedLoss
+from megatron_rl.algos.preference.tokens import AnswerLoss
 from megatron_rl.algos.token_losses import KlTerm, TokenLoss, UpdateLoss, nll_loss
 from megatron_rl.algos.values import value_loss
 from megatron_rl.config.sections.actor import ActorConfig
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     # Megatron's modules are imported on a rank, after its shim and its environment are in place.
     from megatron_rl.mcore import objectives as mcore
     from megatron_rl.mcore.build import Model
+    from megatron_rl.mcore.packing import MicroBatch
 
 
 class Objective(Protocol):
@@ -54,6 +57,31 @@ class NllObjective:
         from megatron_rl.mcore.objectives import token_objective
 
         return token_objective(model, nll_loss, 1.0)
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """A loss of whole answers by their log-probabilities. sequences_per_row: of the micro-batches. kl: KTO's z0, of the
+    whole batch. Hands back log-probabilities, 0 at tokens of prompts.
+    """
+
+    loss: JudgedLoss
+    sequences_per_row: int
+    kl: float = 0.0
+
+    def on(self, model: Model) -> mcore.HiddenLoss:
+        """See Objective."""
+        from megatron_rl.mcore.objectives import token_objective
+        from megatron_rl.parallel.groups import cp_group
+
+        loss = AnswerLoss(self.loss, self.sequences_per_row, self.kl, adder(cp_group()))
+        objective = token_objective(model, loss.of_tokens, 1.0)
+
+        def of_answers(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics, torch.Tensor]:
+            losses, metrics, logprobs = objective(micro, hidden)
+            return losses, metrics, logprobs * micro.columns["answers"] if "answers" in micro.columns else logprobs
+
+        return of_answers
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tests.helpers.stack import needs_cpu_engine
 
 REPO = Path(__file__).resolve().parents[2]
 # In the order in which their commands build on each other.
-EXAMPLES = ("quickstart", "teach", "reasoning_gym", "gsm8k", "customer_service")
+EXAMPLES = ("quickstart", "preferences", "teach", "reasoning_gym", "gsm8k", "customer_service")
 # The README's words in capital letters.
 PLACES = {
     "MODEL": "models/chat",
@@ -35,6 +35,8 @@ PLACES = {
     "RAW_TRAIN.parquet": "raw/train.parquet",
     "RAW_TEST.parquet": "raw/test.parquet",
 }
+# No answer of a model that has seen ten batches is right: what its samples differ in makes the pairs.
+PAIRS = ["data.val_files=runs/quickstart/data/val.parquet", "reward.function=raw/reward.py:last_token"]
 ROWS = ["--num-train", "600", "--num-val", "8"]
 SHORT = ["trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
 NO_WARMUP = ["critic.optim.lr_warmup_steps=0"]
@@ -86,6 +88,8 @@ def shortened(words: list[str]) -> list[str]:
         return words + fewer.get(Path(words[1]).parent.name, [])
     chat = f"model.path={PLACES['MODEL']}" in words
     more = SMALL if chat else SHORTER.get(Path(words[2]).stem, [])
+    if "runs/preferences/answers" in words:
+        return [*words, "cluster.backend=inline", *PAIRS]
     if words[1] != "train":
         return [*words, *(["cluster.backend=inline"] if words[1] == "eval" else more)]
     return [*words, "cluster.backend=inline", *SHORT, *(NO_WARMUP if "ppo-" in words[2] else []), *more]
@@ -98,8 +102,9 @@ def commands(example: str) -> list[list[str]]:
 
 
 def write_raw_gsm8k(folder: Path) -> None:
-    """Two files in the layout of GSM8K as it is published."""
+    """Two files in the layout of GSM8K as it is published, and a reward."""
     folder.mkdir()
+    (folder / "reward.py").write_text("def last_token(sample):\n    return float(sample.solution_str[-1:] > '7')\n")
     for name, count in (("train", 40), ("test", 4)):
         rows = [
             {
@@ -176,6 +181,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 RUNS = {
+    "preferences": ("dpo",),
     "quickstart": ("sft", "grpo", "dapo", "ppo"),
     "reasoning_gym": ("sft", "grpo", "ppo", "countdown"),
     "gsm8k": ("grpo", "ppo"),
@@ -197,6 +203,9 @@ def test_what_a_readme_runs_trains_validates_and_saves(checkout: Path, example: 
         return
     assert [row["step"] for row in steps] == [1]
     (row,) = steps
+    if example == "preferences":
+        assert row["preference/loss"] > 0.0 and all("val/num_samples" in one for one in rows)
+        return
     # All groups of the DAPO run are flat: it keeps nothing that it would compare.
     assert row.get("mismatch/abs_max", 0.0 if name == "dapo" else 1.0) < 1e-3
     assert row["reward/failed"] == 0

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from examples.quickstart.make_data import make
-from megatron_rl.cluster.backend import timed_call
-from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.load import load_config
 from megatron_rl.flow import constant
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.types import Rollouts
 from tests.helpers.run_ranks import run_ranks
+from tests.helpers.spmd import start_here
 
 STEPS = 5
 LAYOUTS: dict[str, list[str]] = {
@@ -26,22 +25,6 @@ LAYOUTS: dict[str, list[str]] = {
 }
 COMPARED = ("policy/loss", "policy/grad_norm", "policy/clip_frac", "kl/reward", "kl/coef", "critic/value_loss")
 COMPARED += ("critic/value_mean", "critic/explained_variance", "critic/clip_frac", "critic/return_mean")
-
-
-class SpmdBackend:
-    """A backend without a controller: every rank runs the trainer, and calls are answered by all of them."""
-
-    def __init__(self, rank: int, world: int, worker: Any) -> None:
-        self.rank, self.world, self.worker = rank, world, worker
-
-    def call(self, method: str, calls: Any, keep: Any, timeout_s: float) -> list[Any]:
-        answer = timed_call(self.worker, method, calls[self.rank], keep[self.rank])
-        answers: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(answers, answer)
-        return answers
-
-    def close(self, graceful: bool) -> None:
-        self.worker.close()
 
 
 class EvenTokens:
@@ -79,17 +62,15 @@ def ppo_on_rank(
     """Metrics of `steps` steps on this rank. edits: "constant" or "function" in the critic's place."""
     from megatron_rl.flow import graph
     from megatron_rl.runs.trainer import Trainer
-    from megatron_rl.trainers import parts, placement
+    from megatron_rl.trainers import parts
 
     config = str(Path(__file__).resolve().parents[2] / "configs" / "ppo-add2-1n1g.yaml")
     own = [f"model.path={folder}/model", f"data.train_files={folder}/train.parquet", "data.val_files=[]"]
     own += ["trainer.test_freq=0", "model.init=random", "rollout.name=fake", f"cluster.n_gpus_per_node={world}"]
     cfg = load_config([config], [*own, *overrides])
 
-    def start_group(worker_cls: Any, args: Any, cluster: Any, grid: Any, device: str, check: Any) -> Any:
-        return WorkerGroup(worker_cls, SpmdBackend(rank, world, worker_cls(rank, world, *args)), grid, 60.0)
-
-    placement.start_group, parts.RunRewards, graph.run_nodes = start_group, EvenTokens, _serial  # type: ignore[assignment]
+    start_here(rank, world)
+    parts.RunRewards, graph.run_nodes = EvenTokens, _serial  # type: ignore[assignment]
     trainer = Trainer(cfg)
     if edits == "constant":
         trainer.flow.replace("values", constant(0.0))

@@ -24,15 +24,26 @@ def mini_batches(cfg: RunConfig) -> list[Fault]:
 
 def ranks_have_work(cfg: RunConfig) -> list[Fault]:
     """Each data-parallel rank has at least one sequence in each optimizer step."""
-    sequences = cfg.mini_batch_size * cfg.samples_per_prompt
+    # The sequences of a row of preferences stay on one rank.
+    per_prompt = 1 if cfg.needs.preferences else cfg.samples_per_prompt
+    sequences = cfg.mini_batch_size * per_prompt
     if cfg.world_size % cfg.model_parallel_size or sequences >= cfg.dp_size:
         return []
     own = cfg.needs.rollouts and cfg.actor.ppo_mini_batch_size is not None
     key = "actor.ppo_mini_batch_size" if own else "data.train_batch_size"
-    reason = f"an optimizer step has {sequences} sequences for {cfg.dp_size} data-parallel ranks: some have none"
-    per_prompt = cfg.samples_per_prompt
+    noun = "rows" if cfg.needs.preferences else "sequences"
+    reason = f"an optimizer step has {sequences} {noun} for {cfg.dp_size} data-parallel ranks: some have none"
     cure = f"use at least {-(-cfg.dp_size // per_prompt)}, or fewer ranks"
     return [Fault(key, cfg.mini_batch_size, reason, cure)]
+
+
+def rows_stay_whole(cfg: RunConfig) -> list[Fault]:
+    """The sequences of a row of preferences fit into one micro-batch."""
+    size, together = cfg.actor.ppo_micro_batch_size_per_gpu, cfg.sequences_together
+    if size is None or size >= together:
+        return []
+    reason = f"a row of preferences has {together} sequences, which stay in one forward pass"
+    return [Fault("actor.ppo_micro_batch_size_per_gpu", size, reason, f"use {together} or more, or leave it out")]
 
 
 def token_budget(cfg: RunConfig) -> list[Fault]:
@@ -40,8 +51,13 @@ def token_budget(cfg: RunConfig) -> list[Fault]:
     cp = cfg.actor.cp
     # Context parallelism pads a sequence until 2 cp chunks of it are equal.
     needed = cfg.max_sequence_length if cp == 1 else -(-cfg.max_sequence_length // (2 * cp)) * 2
+    needed *= cfg.sequences_together
     if cfg.actor.max_tokens_per_gpu >= needed:
         return []
+    if cfg.sequences_together > 1:
+        reason = f"is less than {needed}, the tokens of the two sequences of a row, which stay in one forward pass"
+        cure = f"raise it to at least {needed}, or lower the lengths"
+        return [Fault("actor.max_tokens_per_gpu", cfg.actor.max_tokens_per_gpu, reason, cure)]
     share = "" if cp == 1 else f" (a rank holds 1 / {cp} of it, actor.cp)"
     reason = f"is less than the longest sequence, {longest_sequence(cfg)}{share}, which must fit into one forward pass"
     cure = f"raise it to at least {needed}, or lower the lengths"

@@ -108,6 +108,9 @@ def unused_reference(cfg: RunConfig) -> list[Fault]:
     reason = "nothing in this run reads the reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off"
     if not cfg.needs.rollouts:
         reason = f"algorithm.name {cfg.algorithm.name} has no reference model"
+    if cfg.needs.preferences:
+        reason = "algorithm.loss has no reference model"
+        return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or set algorithm.loss=dpo")]
     return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or turn one of the two on in a GRPO run")]
 
 

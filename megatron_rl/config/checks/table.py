@@ -74,6 +74,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(layout.overlapped_chunks),
     Check(batch.mini_batches),
     Check(batch.ranks_have_work),
+    Check(batch.rows_stay_whole),
     Check(batch.token_budget),
     Check(engine.engine_length),
     Check(algorithm.group_size),

@@ -55,7 +55,14 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not cfg.needs.rollouts:
         chosen = [key.name for key, _ in settings_of(cfg) if key.name.startswith(_CHOICES)]
         why = f"algorithm.name {cfg.algorithm.name} does not read it"
-        yield from ((key, why) for key in (*_OF_ROLLOUTS, *chosen))
+        own = ("data.label_key",) if cfg.needs.preferences and cfg.judged_loss.rows != "pairs" else ()
+        yield from ((key, why) for key in (*_OF_ROLLOUTS, *chosen) if key not in own)
+    if cfg.needs.preferences:
+        yield "actor.loss_agg_mode", "losses of preferences are averaged over rows"
+    else:
+        names = [key.name for key, _ in settings_of(cfg) if key.name.startswith("algorithm.loss.")]
+        why = f"algorithm.name {cfg.algorithm.name} does not read it"
+        yield from ((key, why) for key in (*names, "data.chosen_key", "data.rejected_key"))
     if not cfg.actor.use_kl_loss:
         yield from ((f"actor.{key}", "actor.use_kl_loss is off") for key in ("kl_loss_coef", "kl_loss_type"))
     if not cfg.algorithm.use_kl_in_reward:

@@ -41,7 +41,8 @@ class DataConfig:
     string_prompt: Literal["verbatim", "user"] = "verbatim"
     """How to read a prompt that is a string: as the text given to the model, or as a user message for the template."""
     label_key: str | None = None
-    """Column of the ground truth; if unset, the first of reward_model.ground_truth, ground_truth, answer and label."""
+    """Column of the ground truth; if unset, the first of reward_model.ground_truth, ground_truth, answer and label.
+    KTO's rows: column of the label, true or false; if unset, label."""
     metadata_key: str | None = None
     """Column of the mapping passed to the reward as extra_info; if unset, extra_info, else metadata."""
     data_source_key: str = "data_source"
@@ -49,6 +50,11 @@ class DataConfig:
     without it belong to a source named after their file."""
     response_key: str = "response"
     """Column of the response (SFT rows with prompt and response)."""
+    chosen_key: str = "chosen"
+    """Column of the better answer (rows of preferences): text, or messages; with the prompt before it if the row has
+    none of its own."""
+    rejected_key: str = "rejected"
+    """Column of the worse answer, in the same form."""
     messages_key: str = "messages"
     """Column of the conversation (SFT rows with chat messages)."""
     tools_key: str = "tools"
@@ -60,7 +66,7 @@ class DataConfig:
     max_response_length: PositiveInt = 512
     """Maximum response length, in tokens, at which generation stops; SFT rows may have max_prompt_length + this."""
     train_batch_size: PositiveInt = 64
-    """Prompts per RL step; sequences per SFT step."""
+    """Prompts per RL step; sequences per SFT step; rows per step on preferences."""
     val_batch_size: PositiveInt | None = None
     """Validation rows that are sampled and scored at once, to bound memory; if unset, all (SFT: train_batch_size).
     The metrics do not depend on it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,3 +39,28 @@ def test_actor_and_critic_find_their_sequences_on_one_rank(tmp_path: Path) -> No
     for plan in plans:
         for of_rank, micros in zip(numbers, plan.passes(), strict=True):
             assert sorted(s for micro in micros for s in micro) == list(of_rank)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 24), min_size=2, max_size=24).map(lambda lens: lens[: len(lens) // 2 * 2]),
+    micro_batch_size=st.sampled_from([None, 2, 3, 5]),
+    layout=st.sampled_from([[], ["actor.cp=2"], ["actor.packing=false"]]),
+)
+def test_sequences_of_a_row_stay_together(
+    tmp_path_factory: pytest.TempPathFactory, lens: list[int], micro_batch_size: int | None, layout: list[str]
+) -> None:
+    """Next to each other in one micro-batch, on one rank; all sequences once, within the limits."""
+    folder = tmp_path_factory.mktemp("run")
+    cfg = load(folder, "cluster.n_gpus_per_node=4", "actor.max_tokens_per_gpu=64", *layout)
+    role = replace(cfg.actor_training, micro_batch_size=micro_batch_size)
+    (plan,), numbers = plan_roles(cfg, lens, [(role, [0] * len(lens))], together=2)
+    assert sorted(s for of_rank in numbers for s in of_rank) == list(range(len(lens)))
+    for of_rank, micros in zip(numbers, plan.passes(), strict=True):
+        assert sorted(s for micro in micros for s in micro) == sorted(of_rank)
+        for micro in micros:
+            assert micro[1::2] == tuple(s + 1 for s in micro[0::2]) and all(s % 2 == 0 for s in micro[0::2])
+            assert len(micro) <= (micro_batch_size or len(lens))
+            tokens = [-(-lens[s] // 4) * 4 for s in micro] if cfg.actor.cp > 1 else [lens[s] for s in micro]
+            size = sum(tokens) if cfg.actor.packing else len(micro) * max(tokens, default=0)
+            assert size <= 64 * cfg.actor.cp

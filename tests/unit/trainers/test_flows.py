@@ -24,6 +24,9 @@ SETTINGS: dict[str, list[str]] = {
     "ppo": GAE,
     "ppo shared": [*GAE, "critic.share_backbone=true"],
     "sft": [],
+    "dpo": [],
+    "dpo kto": ["algorithm.loss=kto"],
+    "dpo orpo": ["algorithm.loss=orpo"],
 }
 NODES = {
     "grpo": "generate reward assemble old_logprobs ref_logprobs advantages update publish",
@@ -32,6 +35,9 @@ NODES = {
     "ppo": "generate reward assemble values advantages update_critic update publish",
     "ppo shared": "generate reward assemble both_heads values advantages update publish",
     "sft": "assemble update watch_loss",
+    "dpo": "assemble ref_sums update",
+    "dpo kto": "assemble ref_sums estimate_kl update",
+    "dpo orpo": "assemble update",
 }
 SCRIPT = """
 import ast, sys

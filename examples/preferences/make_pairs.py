@@ -1,0 +1,67 @@
+"""Write pairs of a better and a worse answer from the samples of an evaluation.
+
+    megatron-rl eval CONFIG.yaml data.val_files=PROMPTS.parquet rollout.val.n=8 --out ANSWERS
+    python examples/preferences/make_pairs.py ANSWERS/answers.jsonl OUT [--val-every 10] [--seed 0]
+
+Of each prompt whose samples differ in reward, OUT gets one pair: a sample of the highest reward, and one of a lower
+reward. pairs_train.jsonl has the columns prompt, chosen, rejected (text) and data_source; pairs_val.jsonl has the same
+of every tenth prompt by its digest, so that no prompt is in both. Samples that were cut at the length limit are no
+answers and are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def pairs_of(samples: Iterable[Row], seed: int = 0) -> list[Row]:
+    """One pair of each prompt that has two different rewards, in the order of the prompts."""
+    by_prompt: dict[str, list[Row]] = defaultdict(list)
+    for sample in samples:
+        if sample["finish_reason"] == "stop" and sample["failed"] is None:
+            by_prompt[sample["prompt"]].append(sample)
+    draw = random.Random(seed)
+    pairs: list[Row] = []
+    for prompt, of_prompt in by_prompt.items():
+        best = max(sample["reward"] for sample in of_prompt)
+        good = [sample for sample in of_prompt if sample["reward"] == best]
+        bad = [sample for sample in of_prompt if sample["reward"] < best]
+        if bad:
+            chosen, rejected = draw.choice(good), draw.choice(bad)
+            texts = {"prompt": prompt, "chosen": chosen["response"], "rejected": rejected["response"]}
+            pairs.append({**texts, "data_source": chosen["data_source"]})
+    return pairs
+
+
+def is_held_out(prompt: str, every: int) -> bool:
+    """Whether a prompt is one of those for validation."""
+    return zlib.crc32(prompt.encode()[::-1]) % every == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--val-every", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with options.answers.open(encoding="utf-8") as file:
+        pairs = pairs_of(map(json.loads, file), options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, held_out in (("pairs_train.jsonl", False), ("pairs_val.jsonl", True)):
+        rows = [pair for pair in pairs if is_held_out(pair["prompt"], options.val_every) is held_out]
+        (options.out / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{options.out / name}: {len(rows):,} pairs")
+
+
+if __name__ == "__main__":
+    main()
