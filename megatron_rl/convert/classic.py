@@ -21,9 +21,11 @@ import torch
 
 from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.convert.layout import chunk_params, layout_faults
+from megatron_rl.convert.megatron_keys import refuse_form
 from megatron_rl.convert.places import PlacedSource, Unit, places_of, units_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
+from megatron_rl.models import FAMILIES
 from megatron_rl.models.rules import LocalParam
 from megatron_rl.models.shape import ModelShape
 
@@ -95,6 +97,7 @@ class ClassicSource(PlacedSource):
     """
 
     def __init__(self, ranks: Mapping[Rank, Path], shape: ModelShape) -> None:
+        refuse_form(FAMILIES[shape.architecture])
         self._ranks = ranks
         self._layout = _layout(ranks, shape)
         self._models: dict[Rank, list[dict[str, torch.Tensor]]] = {}

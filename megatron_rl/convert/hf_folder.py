@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from megatron_rl.convert.source import Conversion, row_pieces
 from megatron_rl.convert.staging import Staging
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.stacks import by_stack, stacked_shapes
 from megatron_rl.observe.progress import Advance
 from megatron_rl.weights.marked_files import naming, write_file
 from megatron_rl.weights.safetensors import INDEX_NAME
@@ -41,8 +43,10 @@ class HfPlan:
 def plan_hf(conversion: Conversion, dtype: torch.dtype | None, shard_bytes: int) -> HfPlan:
     """The files of a model. dtype: None leaves the choice to the source."""
     dtype = dtype or conversion.dtype
+    first = {stack: names[0] for stack, names in by_stack(conversion.shapes)}
     entries = [
-        TensorEntry(name, shape, dtype or conversion.weights.dtype(name)) for name, shape in conversion.shapes.items()
+        TensorEntry(name, shape, dtype or conversion.weights.dtype(first[name]))
+        for name, shape in stacked_shapes(conversion.shapes).items()
     ]
     files = cut_to_size(entries, shard_bytes)
     by_bytes: Counter[torch.dtype] = Counter()
@@ -81,12 +85,24 @@ def write_hf(conversion: Conversion, plan: HfPlan, staging: Staging, advance: Ad
     write_companions(conversion, plan.config, staging.folder)
 
 
-def pieces(conversion: Conversion, entries: tuple[TensorEntry, ...]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """The tensors' numbers in order, some rows at a time, in the precision of the output."""
+def pieces(conversion: Conversion, entries: Iterable[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """The files' numbers in order, some rows at a time, in the precision of the output."""
+    for entry, block in _blocks(conversion, entries):
+        piece = conversion.weights.read(block).to(entry.dtype)
+        yield entry, piece if block.hf_name == entry.name else piece.t()
+
+
+def _blocks(conversion: Conversion, entries: Iterable[TensorEntry]) -> Iterator[tuple[TensorEntry, Block]]:
+    """What to read for each of the files' tensors; of a stack, one expert after another."""
+    members = dict(by_stack(conversion.shapes))
     for entry in entries:
-        row_bytes = max(1, entry.num_bytes // entry.shape[0])
-        for block in row_pieces(entry.shape, entry.name, _PIECE_BYTES // row_bytes):
-            yield entry, conversion.weights.read(block).to(entry.dtype)
+        names = members.get(entry.name, [entry.name])
+        for name in names:
+            shape = conversion.shapes[name]
+            row_bytes = max(1, entry.num_bytes // len(names) // shape[0])
+            # An expert is turned round, so that all of it is read.
+            most = shape[0] if name != entry.name else _PIECE_BYTES // row_bytes
+            yield from ((entry, block) for block in row_pieces(shape, name, most))
 
 
 def finite(piece: torch.Tensor) -> bool:
@@ -122,7 +138,8 @@ def compare(
 ) -> None:
     """Read source and output again. Raises CheckpointError that names each tensor that is not bit-equal."""
     differing: dict[str, None] = {}
-    for entry, piece, block in _again(conversion, entries):
+    for entry, block in _blocks(conversion, entries):
+        piece = conversion.weights.read(block).to(entry.dtype)
         written = read(block)
         if written.dtype != piece.dtype or not torch.equal(_bits(written), _bits(piece)):
             differing[entry.name] = None
@@ -131,13 +148,6 @@ def compare(
         raise CheckpointError(
             f"{len(differing)} tensors of the output are not those of {conversion.what}: {first_of(differing, 20)}"
         )
-
-
-def _again(conversion: Conversion, entries: list[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor, Any]]:
-    for entry in entries:
-        row_bytes = max(1, entry.num_bytes // entry.shape[0])
-        for block in row_pieces(entry.shape, entry.name, _PIECE_BYTES // row_bytes):
-            yield entry, conversion.weights.read(block).to(entry.dtype), block
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

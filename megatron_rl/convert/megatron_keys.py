@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.convert.places import Unit
+from megatron_rl.errors import CheckpointError
 from megatron_rl.models.rules import Family, LocalParam, megatron_params
 from megatron_rl.models.shape import ModelShape
 
@@ -35,6 +36,15 @@ class DistKey:
     names: tuple[str, ...]
     lead: tuple[int, ...]
     lead_sizes: tuple[int, ...]
+
+
+def refuse_form(family: Family) -> None:
+    """Raise CheckpointError for a family whose parameters Megatron itself has in another form."""
+    if family.compute.clamped_gate is not None:
+        raise CheckpointError(
+            f"{family.architecture}: Megatron's checkpoints have the rows of the gate before those of the up "
+            "projection, which is not converted -- use the Hugging Face folder, which a run reads as it is"
+        )
 
 
 def whole_params(shape: ModelShape, family: Family) -> list[LocalParam]:

@@ -17,6 +17,7 @@ from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.fp8 import ENTRY, BlockScaledSource, block_size
+from megatron_rl.weights.mxfp4 import Mxfp4Source, is_mxfp4
 from megatron_rl.weights.safetensors import SafetensorsSource, WeightSource
 
 
@@ -53,16 +54,20 @@ class Conversion:
 def from_hf(folder: Path) -> Conversion:
     """A Hugging Face folder. Raises CheckpointError with every fault of its config and its weights."""
     config, faults = read_config(str(folder), "the source")
-    block = block_size(config or {})
+    block, packed = block_size(config or {}), is_mxfp4(config or {})
     notes: tuple[str, ...] = ()
-    if config is not None and block is not None:
+    if config is not None and (block is not None or packed):
         del config[ENTRY]
-        notes = (f"weights in 8 bits with scales of blocks {list(block)} become bfloat16; {ENTRY} is removed",)
+        form = "4 bits (MXFP4)" if block is None else f"8 bits with scales of blocks {list(block)}"
+        notes = (f"weights in {form} become bfloat16; {ENTRY} is removed",)
     shape, faults = (None, faults) if config is None else inspect_fields(config, str(folder / "config.json"))
     problems = [str(ConfigError(faults))] if faults else []
     weights: SafetensorsSource | None = None
     try:
-        weights = SafetensorsSource(folder) if block is None else BlockScaledSource(str(folder), block)
+        if packed:
+            weights = Mxfp4Source(folder)
+        else:
+            weights = SafetensorsSource(folder) if block is None else BlockScaledSource(str(folder), block)
         if shape is not None:
             weights.check(hf_shapes(shape, FAMILIES[shape.architecture]))
     except CheckpointError as error:

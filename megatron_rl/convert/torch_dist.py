@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.convert.hf_folder import finite, refuse_bad, write_companions
-from megatron_rl.convert.megatron_keys import DistKey, extra_states, key_of, layers_alike, whole_params
+from megatron_rl.convert.megatron_keys import DistKey, extra_states, key_of, layers_alike, refuse_form, whole_params
 from megatron_rl.convert.places import PlacedSource, Unit, places_of, units_of
 from megatron_rl.convert.source import Conversion
 from megatron_rl.convert.staging import Staging
@@ -55,6 +55,7 @@ class TorchDistSource(PlacedSource):
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         family = FAMILIES[shape.architecture]
+        refuse_form(family)
         self._saved = SavedTensors(folder)
         shapes, dtypes = self._saved.shapes, self._saved.dtypes
         stem = family.embedding.megatron
@@ -152,6 +153,7 @@ def plan_torch_dist(
     numbered: each layer has keys of its own although all are alike.
     """
     shape, family = conversion.shape, FAMILIES[conversion.shape.architecture]
+    refuse_form(family)
     alike, vocab = layers_alike(shape, family) and not numbered, -(-shape.vocab_size // vocab_multiple) * vocab_multiple
     tops: dict[str, list[tuple[DistKey, int, Block]]] = {}
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -142,7 +142,7 @@ class Trainable:
 def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) -> TransformerConfig:
     """Megatron's config for `shape`. Fusions that need CUDA extensions stay off: they change speed, not the model."""
     half, compute = dtype == "bfloat16", FAMILIES[shape.architecture].compute
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -193,6 +193,9 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         # megatron-core 0.16 drops an output's storage while gloo may still be sending it.
         deallocate_pipeline_outputs=torch.cuda.is_available() and parallel.pp > 1,
     )
+    # Given to the constructor, it would be refused with etp, where Megatron's own experts add their biases wrong.
+    config.add_bias_linear = compute.linear_bias
+    return config
 
 
 def _recompute(mode: str) -> dict[str, Any]:

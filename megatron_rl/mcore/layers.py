@@ -69,14 +69,17 @@ def _layer_spec(shape: ModelShape, number: int) -> ModuleSpec:
         layer.self_attention = ModuleSpec(module=LatentAttention, params=params)
     else:
         attention = layer.self_attention.submodules
-        attention.core_attention = partial(PackedAttention, windows=shape.windows, rotation=shape.rotation(number))
+        attention.core_attention = partial(
+            PackedAttention, windows=shape.windows, rotation=shape.rotation(number), sinks=compute.sinks
+        )
         if compute.qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm
     if has_experts:
         router = partial(ExpertRouter, router=shape.router, normed=shape.norm_topk_prob)
         spec.module = RoutedLayer
         submodules = expert_submodules(layer.mlp)
-        submodules.router, submodules.experts = router, StackedExperts
+        params = {"gate": compute.clamped_gate, "bias": compute.linear_bias}
+        submodules.router, submodules.experts = router, ModuleSpec(module=StackedExperts, params=params)
     return spec
 
 

@@ -22,7 +22,7 @@ from megatron_rl.models.shape import ModelShape
 
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this, whatever tp is."""
-_STACKS = ("routed_experts.w13_weight", "routed_experts.w2_weight")
+_STACKS = tuple(f"routed_experts.{name}" for name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias"))
 """Expert stacks as vLLM 0.32 names them; 0.26 leaves `routed_experts.` out, and so do the tables here."""
 
 
@@ -82,7 +82,7 @@ def engine_params(
     if faults:
         raise ReshardError(f"a vLLM engine of tp {tp}, ep {ep} cannot hold {shape.architecture}: " + "; ".join(faults))
     if ends:
-        yield _vocab("model.embed_tokens.weight", family.embedding, shape, tp, tp_rank)
+        yield _vocab(family.embedding.engine_name, family.embedding, shape, tp, tp_rank)
     experts = experts_of(shape.num_experts, ep, ep_rank)
     for layer in range(shape.num_layers) if layers is None else layers:
         prefix = f"model.layers.{layer}."
@@ -96,7 +96,7 @@ def engine_params(
                 def blocks_of(rule: Rule, prefix: str = prefix, split: tuple[int, int] = split) -> list[Block]:
                     return _blocks(rule, prefix, shape, *split)
 
-                yield expert_stack(prefix + name, rules, experts, blocks_of)
+                yield expert_stack(prefix + name, rules, shape, experts, blocks_of)
             else:
                 yield _param(
                     prefix + name, [one for rule in rules for one in _blocks(rule, prefix, shape, tp, tp_rank)]

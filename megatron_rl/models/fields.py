@@ -21,6 +21,16 @@ Computed = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """The gated MLP of gpt-oss (OpenAI 2025): with the gate g at most `limit` and the up projection u within +-limit,
+    g * sigmoid(gain g) * (u + 1). Rows of g and of u are side by side.
+    """
+
+    gain: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class Compute:
     """What the layers of a family compute, beside their sizes. Megatron's settings follow from it (mcore/build.py)."""
 
@@ -37,6 +47,12 @@ class Compute:
     """Attention adds a bias to queries, keys and values"""
     qk_norm: bool = False
     """Each head's query and key passes an RMSNorm before RoPE"""
+    linear_bias: bool = False
+    """Attention's output projection, routers and experts add biases"""
+    sinks: bool = False
+    """The softmax of each head's attention has one more logit, a parameter, that belongs to no key"""
+    clamped_gate: ClampedGate | None = None
+    """What experts compute in place of activation(gate) * up"""
 
 
 def _nothing(content: Mapping[str, Any]) -> dict[Any, Any]:

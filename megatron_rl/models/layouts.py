@@ -22,6 +22,11 @@ def head_dim(shape: ModelShape) -> int:
     return shape.head_dim
 
 
+def heads(shape: ModelShape) -> int:
+    """Query heads."""
+    return shape.num_heads
+
+
 def query_size(shape: ModelShape) -> int:
     """Numbers of all query heads."""
     return shape.num_heads * shape.head_dim
@@ -45,6 +50,16 @@ def dense_ffn(shape: ModelShape) -> int:
 def shared_ffn(shape: ModelShape) -> int:
     """Inner size of the experts that all tokens pass, together."""
     return shape.shared_ffn_size
+
+
+def gate_up(shape: ModelShape) -> int:
+    """The gate and the up projection's rows of an MLP or an expert, together."""
+    return 2 * shape.ffn_size
+
+
+def one(shape: ModelShape) -> int:
+    """The single row of a vector that is kept as a matrix."""
+    return 1
 
 
 def experts(shape: ModelShape) -> int:
@@ -154,6 +169,27 @@ class Cols:
         return [Block(names[0], (0, self.rows(shape)), share(self.cols(shape), parts, rank))]
 
     engine = trainer
+
+
+@dataclass(frozen=True)
+class AddedOnce:
+    """A bias [1, cols] of what ranks add up: whole on each of the trainer's, which add a part of it; vLLM adds it on
+    the first rank and has zeros on the others.
+    """
+
+    cols: Size
+
+    def sizes(self, shape: ModelShape) -> list[tuple[int, ...]]:
+        """See Layout."""
+        return [(1, self.cols(shape))]
+
+    def trainer(self, names: Sequence[str], shape: ModelShape, parts: int, rank: int) -> list[Block]:
+        """See Layout."""
+        return [Block(names[0], (0, 1), (0, self.cols(shape)))]
+
+    def engine(self, names: Sequence[str], shape: ModelShape, parts: int, rank: int) -> list[Block]:
+        """See Layout."""
+        return [Block(names[0], (0, int(rank == 0)), (0, self.cols(shape)))]
 
 
 @dataclass(frozen=True)

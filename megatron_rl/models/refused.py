@@ -9,7 +9,6 @@ REFUSED: dict[str, str] = {
     ),
     "Phi3ForCausalLM": "its RoPE of type longrope has other frequencies where a batch is longer",
     "Glm4MoeForCausalLM": "vLLM keeps its router in float32 in every precision, which a sync does not write yet",
-    "GptOssForCausalLM": "attention sinks, biases of experts and their clamped activation are not trained here",
     **dict.fromkeys(
         ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
         "layers of linear attention (Gated DeltaNet) are not trained here",

@@ -182,6 +182,17 @@ class LatentYarn(Yarn):
 
 
 @dataclass(frozen=True)
+class EngineYarn(Yarn):
+    """YaRN as vLLM computes gpt-oss."""
+
+    def fault(self, positions: int) -> str:
+        """See Rope."""
+        if any(value is not None for value in (self.attention_factor, self.mscale, self.mscale_all_dim)):
+            return "attention_factor, mscale and mscale_all_dim are not read by vLLM in this family"
+        return super().fault(positions)
+
+
+@dataclass(frozen=True)
 class Rotation:
     """RoPE of a layer: the base of the frequencies, and what is done to them."""
 

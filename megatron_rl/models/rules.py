@@ -30,7 +30,8 @@ class LocalParam:
     """One rank's parameter: its Megatron name, its shape, and its blocks from top to bottom.
 
     Rows past the last block are padding (a vocabulary that TP does not divide) and hold zeros. expert: a stack of
-    experts [number, rows, columns], whose ranks are those of ep and etp; ranks of other parameters are those of tp.
+    experts [number, rows, columns] or of their biases [number, columns], whose ranks are those of ep and etp; ranks of
+    other parameters are those of tp.
     constant: see Rule.
     """
 
@@ -164,15 +165,17 @@ def _by_expert(rules: tuple[Rule, ...], experts: range) -> Iterator[Rule]:
 
 
 def expert_stack(
-    name: str, rules: Sequence[Rule], experts: range, blocks_of: Callable[[Rule], list[Block]]
+    name: str, rules: Sequence[Rule], shape: ModelShape, experts: range, blocks_of: Callable[[Rule], list[Block]]
 ) -> LocalParam:
     """All of a rank's experts in one parameter [experts, rows, columns], one after the other; of each, the tensors of
-    `rules` end to end. blocks_of: the rank's blocks of an expert's rule.
+    `rules` end to end. Biases [1, columns] make [experts, columns]. blocks_of: the rank's blocks of an expert's rule.
     """
     blocks = [block for number in experts for rule in rules for block in blocks_of(rule.of_expert(number))]
     rows, cols = sum(block.num_rows for block in blocks) // len(experts), blocks[0].cols
     assert cols is not None, f"experts are matrices: {name}"
-    return LocalParam(name, (len(experts), rows, cols[1] - cols[0]), tuple(blocks), expert=True)
+    is_bias = rules[0].layout.sizes(shape)[0][0] == 1
+    size = (cols[1] - cols[0],) if is_bias else (rows, cols[1] - cols[0])
+    return LocalParam(name, (len(experts), *size), tuple(blocks), expert=True)
 
 
 def _local(name: str, blocks: list[Block], rows: int | None = None) -> LocalParam:
@@ -221,7 +224,7 @@ def megatron_params(
         for rule in sorted(rules, key=lambda rule: rule.expert):
             name = f"decoder.layers.{local}.{rule.megatron}"
             if rule.expert:
-                yield expert_stack(name, [rule], experts, partial(blocks_of, split=(etp, etp_rank)))
+                yield expert_stack(name, [rule], shape, experts, partial(blocks_of, split=(etp, etp_rank)))
             else:
                 yield replace(_local(name, blocks_of(rule, (tp, tp_rank))), constant=rule.constant)
     if post_process:

@@ -15,6 +15,7 @@ from typing import cast
 from megatron_rl.messages import first_of
 from megatron_rl.models.broken import broken_reason
 from megatron_rl.models.config_json import inspect_critic
+from megatron_rl.models.stacks import members_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -57,11 +58,20 @@ class WeightFiles:
 def read_weight_files(folder: Path) -> WeightFiles:
     """Headers of all weight files of a folder, those that its index names, and every fault of files and index.
 
-    Layers that predict further tokens (ModelShape.further_layers) are left out.
+    Layers that predict further tokens (ModelShape.further_layers) are left out. A stack of experts is here the tensors
+    that tables have in its place (models/stacks.py).
     """
     files = _read_weight_files(folder)
     left_out = _further_layers(folder)
-    return replace(files, tensors={name: one for name, one in files.tensors.items() if not name.startswith(left_out)})
+    tensors = {name: one for name, one in files.tensors.items() if not name.startswith(left_out)}
+    return replace(files, tensors=dict(pair for name, one in tensors.items() for pair in _unstacked(name, one)))
+
+
+def _unstacked(name: str, header: Header) -> Iterator[tuple[str, Header]]:
+    members = members_of(name, header.shape)
+    yield from ((member, replace(header, shape=shape)) for member, shape in members.items())
+    if not members:
+        yield name, header
 
 
 def _further_layers(folder: Path) -> tuple[str, ...]:

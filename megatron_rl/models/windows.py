@@ -93,6 +93,20 @@ def windows_by_layer(content: Mapping[str, Any], layers: int, pattern: int) -> t
     return tuple(window if kind == SLIDING else 0 for kind in cast("list[object]", kinds))
 
 
+def alternating_windows(content: Mapping[str, Any], layers: int) -> tuple[int, ...] | OddEntry:
+    """Of families with the window sliding_window in the first layer and every other one after it. vLLM goes by the
+    layer's number alone, transformers by layer_types.
+    """
+    if content.get("use_sliding_window") is not None:
+        return OddEntry("use_sliding_window", "means nothing here: sliding_window alone decides")
+    window, kinds = content.get("sliding_window"), content.get("layer_types")
+    if not _is_count(window):
+        return OddEntry("sliding_window", "must be a whole number above 0 here")
+    if kinds not in (None, [SLIDING if layer % 2 == 0 else FULL for layer in range(layers)]):
+        return OddEntry("layer_types", f"vLLM computes {SLIDING} in the first layer and every other one after it")
+    return tuple(cast("int", window) if layer % 2 == 0 else 0 for layer in range(layers))
+
+
 def _count_sliding(kinds: object) -> int:
     return cast("list[object]", kinds).count(SLIDING) if isinstance(kinds, list) else 0
 

@@ -16,10 +16,12 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import Family, constants
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.stacks import members_of
 from megatron_rl.observe.beat import beat
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests, compact_experts
 from megatron_rl.types import Samples
 from megatron_rl.weights.dtypes import DTYPES
+from megatron_rl.weights.stacks import member_views
 
 _Row = tuple[list[int], list[float], bool, "npt.NDArray[np.integer[Any]] | None"]
 """Ids and log-probabilities of a sample, whether it ended by itself, and its tokens' experts."""
@@ -29,7 +31,7 @@ def checkpoint_views(tensors: Mapping[str, torch.Tensor], shape: ModelShape, fam
     """A model's tensors, or gradients, by the names that its checkpoints have; views, not copies.
 
     Names differ where a rule of the family has a `live` one: transformers holds the experts of a layer as one tensor
-    [experts, rows, cols], their projections end to end.
+    [experts, rows, cols], their projections end to end, or as files have it (models/stacks.py).
     """
     views = dict(tensors)
     for layer in range(shape.num_layers):
@@ -38,6 +40,9 @@ def checkpoint_views(tensors: Mapping[str, torch.Tensor], shape: ModelShape, fam
             if not rule.live:
                 continue
             tensor = views.pop(prefix + rule.live)
+            if members_of(prefix + rule.live, tuple(tensor.shape)):
+                views |= member_views(prefix + rule.live, tensor)
+                continue
             rules = [rule.of_expert(number) for number in range(shape.num_experts)] if rule.expert else [rule]
             for one, values in zip(rules, tensor if rule.expert else [tensor], strict=True):
                 parts = values.chunk(len(one.hf))
@@ -50,7 +55,7 @@ class _Routers:
 
     def __init__(self, model: torch.nn.Module, layers: int, path: str) -> None:
         """RolloutError if the model has no routers that say so. path: of the model, for messages."""
-        routers = {name: one for name, one in model.named_modules() if name.endswith("mlp.gate")}
+        routers = {name: one for name, one in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))}
         self._layers = layers
         self._seen: dict[int, list[torch.Tensor]] = {}
         self._path = path
@@ -92,7 +97,9 @@ class HfEngine:
         self._shape = read_model_shape(settings.model_path)
         config = AutoConfig.from_pretrained(settings.model_path)
         dtype = DTYPES[settings.dtype]
-        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        # transformers' other kinds of attention leave sinks out.
+        attention = "eager" if FAMILIES[self._shape.architecture].compute.sinks else "sdpa"
+        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
         self._model.to(settings.device)
         self._routers = (
             _Routers(self._model, self._shape.num_layers, settings.model_path) if settings.returns_experts else None

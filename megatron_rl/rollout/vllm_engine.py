@@ -34,6 +34,7 @@ from megatron_rl.rollout.engine import (
     whole_update,
 )
 from megatron_rl.types import FINISH_REASONS, Samples
+from megatron_rl.weights.stacks import stacked
 
 _CPU_KV_CACHE_GB = 0.25
 
@@ -356,7 +357,7 @@ class VllmEngine:
             self._llm.wake_up(tags=["weights"])
         # Until all have come, what it holds is of no version.
         self._version = -1
-        whole = whole_update(tensors, self._expected(), self._settings.model_path)
+        whole = stacked(whole_update(tensors, self._expected(), self._settings.model_path))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole})
         # vLLM may stop reading early; the rest, and the end, say what is missing.
         for name, _ in whole:

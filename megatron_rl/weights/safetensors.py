@@ -18,11 +18,13 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
+from megatron_rl.models.stacks import Member, member_of, unstacked_shapes
 from megatron_rl.models.weight_files import INDEX_NAME, is_derived, misfit, read_weight_files, tensor_faults
 from megatron_rl.observe.beat import beat
 from megatron_rl.weights.companions import copy_companions, open_to_umask, set_chat_template
 from megatron_rl.weights.end_token import name_end_token
 from megatron_rl.weights.headers import derived_fault
+from megatron_rl.weights.stacks import stacked
 
 _SHOWN = 20
 _PRECISIONS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -52,7 +54,7 @@ class _Slice(Protocol):
 
     def get_dtype(self) -> str: ...
 
-    def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor: ...
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class _File(Protocol):
@@ -85,7 +87,9 @@ class SafetensorsSource:
         self._handles: dict[str, _File] = {}
 
     def _handle(self, name: str) -> _File:
-        file = self._tensors[name].file
+        return self._opened(self._tensors[name].file)
+
+    def _opened(self, file: str) -> _File:
         if file not in self._handles:
             self._handles[file] = opened(self.path / file)
         return self._handles[file]
@@ -110,17 +114,30 @@ class SafetensorsSource:
             yield name, self._whole(name)
 
     def _whole(self, name: str) -> torch.Tensor:
-        return self._handle(name).get_tensor(name)
+        if member_of(name) is None:
+            return self._handle(name).get_tensor(name)
+        rows, cols = self._tensors[name].shape
+        return self.read(Block(name, (0, rows), (0, cols)))
 
     def dtype(self, name: str) -> torch.dtype:
         """The precision that a tensor is stored in."""
-        return _PRECISIONS[self._handle(name).get_slice(name).get_dtype()]
+        return _PRECISIONS[self._tensors[name].dtype]
 
     def read(self, block: Block) -> torch.Tensor:
         """See WeightSource."""
+        member, rows = member_of(block.hf_name), slice(*block.rows)
+        if member is not None:
+            return self._read_member(block, member)
         view = self._handle(block.hf_name).get_slice(block.hf_name)
-        rows = slice(*block.rows)
         return view[rows] if block.cols is None else view[rows, slice(*block.cols)]
+
+    def _read_member(self, block: Block, member: Member) -> torch.Tensor:
+        assert block.cols is not None, block
+        view = self._handle(block.hf_name).get_slice(member.stack)
+        number, cols = slice(member.number, member.number + 1), slice(*block.cols)
+        if len(view.get_shape()) == 3:
+            return view[number, cols, slice(*block.rows)][0].t()
+        return view[number, cols][slice(*block.rows)]
 
     def place(self, name: str) -> str:
         """See WeightSource."""
@@ -128,7 +145,7 @@ class SafetensorsSource:
 
 
 class RandomSource:
-    """Weights drawn at random: N(0, initializer_range) matrices, norms that change nothing, zero biases.
+    """Weights drawn at random: N(0, initializer_range) matrices, norms that change nothing, zero biases and sinks.
 
     Each tensor has a generator of its own, seeded by (seed, name): the values depend on no layout and no order.
     """
@@ -145,8 +162,10 @@ class RandomSource:
     def read(self, block: Block) -> torch.Tensor:
         """See WeightSource."""
         shape = self._shapes[block.hf_name]
-        if len(shape) == 1:
-            whole = torch.zeros(shape) if block.hf_name.endswith("bias") else torch.full(shape, self._norm)
+        if block.hf_name.endswith(("bias", "sinks")):
+            whole = torch.zeros(shape)
+        elif len(shape) == 1:
+            whole = torch.full(shape, self._norm)
         else:
             # torch's CPU generator looks at 32 bits of a seed, so seed and name are mixed into as many.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{block.hf_name}".encode()))
@@ -238,7 +257,7 @@ def write_model(
         if eos_token is not None:
             name_end_token(staging, eos_token)
         open_to_umask(staging)
-        SafetensorsSource(staging).check(written)
+        SafetensorsSource(staging).check(unstacked_shapes(written))
         if verify is not None:
             _verified(staging, verify)
         replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
@@ -281,7 +300,7 @@ def _write_shards(
         shards.append({})
         pending, pending_bytes = {}, 0
 
-    for name, tensor in tensors:
+    for name, tensor in stacked(tensors):
         beat(f"write of {name}")
         size = tensor.numel() * tensor.element_size()
         if pending and pending_bytes + size > max_bytes:

@@ -21,7 +21,29 @@ def laid_over(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 _LATENT_YARN = {"rope_type": "yarn", "rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
+_SINKS_YARN = {
+    "rope_type": "yarn", "rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}  # fmt: skip
+
 REFUSED: list[Variant] = [
+    # What vLLM computes in this family whatever config.json says.
+    ("gpt_oss", {"rms_norm_eps": 1e-6}),
+    ("gpt_oss", {"attention_bias": False}),
+    ("gpt_oss", {"swiglu_limit": 6.0}),
+    ("gpt_oss", {"swiglu_alpha": 1.0}),
+    ("gpt_oss", {"tie_word_embeddings": True}),
+    ("gpt_oss", {"layer_types": FULL}),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("gpt_oss", {"sliding_window": None}),
+    ("gpt_oss", {"use_sliding_window": False}),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}),
+    ("gpt_oss", {"rope_parameters": _SINKS_YARN | {"attention_factor": 1.0}}),
+    ("gpt_oss", {"rope_parameters": {name: _SINKS_YARN[name] for name in _SINKS_YARN if name != "beta_slow"}}),
+    ("gpt_oss", {"experts_per_token": 2}),
+    ("gpt_oss", {"head_dim": None}),
+    ("gpt_oss", {"norm_topk_prob": False}),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
     # Entries that vLLM or transformers honours in this family.
     ("llama", {"sliding_window": 16}),
     ("llama", {"sliding_window": 0}),
@@ -215,6 +237,11 @@ FIRST: list[Variant] = [
         GEMMA3_OLDER
         | {"rope_scaling": {"rope_type": "linear", "factor": 2.5}, "rms_norm_eps": 1e-2, "query_pre_attn_scalar": 100},
     ),
+    (
+        "gpt_oss",
+        _older(YARN | {"beta_fast": 4.0, "beta_slow": 1.0, "truncate": False})
+        | {"sliding_window": 5, "layer_types": ABSENT, "experts_per_token": 3, "initial_context_length": 16},
+    ),
 ]
 """With these the default suite starts vLLM: one of each family, or of those that are built alike."""
 
@@ -262,6 +289,9 @@ PASSING: list[Variant] = [
     ("deepseek_v3", {"n_group": 2, "topk_group": 1, "rope_parameters": {"rope_theta": 33.0, "rope_type": "default"}}),
     ("deepseek_v3", {"rope_parameters": _LATENT_YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}}),
     ("deepseek_v3", {"rope_parameters": ABSENT, "rope_theta": 1e5, "rope_interleave": True, "aux_loss_alpha": 0.1}),
+    ("gpt_oss", {"rope_parameters": _SINKS_YARN | {"factor": 8.0}, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}),
+    ("gpt_oss", {"rope_parameters": _SINKS_YARN, "head_dim": 96}),
+    ("gpt_oss", {"sliding_window": 40, "rms_norm_eps": ABSENT, "attention_bias": True}),
     ("deepseek_v2", {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2}),
     ("deepseek_v2", {"rope_parameters": _LATENT_YARN, "routed_scaling_factor": 16.0, "moe_layer_freq": 1}),
     ("gemma3_text", GEMMA3_OLDER | {"rope_scaling": None, "rope_theta": ABSENT, "rope_local_base_freq": ABSENT}),

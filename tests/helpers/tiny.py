@@ -104,6 +104,18 @@ FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 64,
+            "sliding_window": 11,
+            "rope_theta": 777.0,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
 }
 
@@ -138,8 +150,13 @@ def save_tiny(
     config = model_of.config_class(**entries)
     model = model_of(config).float()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj_bias"):
+                # Experts': large enough that gate and up projections reach their bounds.
+                parameter.copy_(4.0 * torch.randn_like(parameter))
+            elif name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter))
+            elif parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)

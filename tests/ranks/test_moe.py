@@ -33,6 +33,7 @@ PARITY_LAYOUTS: dict[str, Layout] = {
     "cp2": (2, {"cp": 2}),
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "moonlight")
+FIRST_PAIRS = (("deepseek_v2", "one-rank"), ("deepseek_v3", "ep2-tp2"), ("gpt_oss", "tp2"))
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_bucket_size": 20000}
 # Tied and untied, packed and padded.
 TRAINING_LAYOUTS: dict[str, Layout] = {
@@ -134,13 +135,12 @@ def _parity_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) 
     [
         *(("qwen3_moe", layout) for layout in PARITY_LAYOUTS),
         *((family, layout) for family in ("qwen3_moe_plain", "mixtral") for layout in ("one-rank", "ep2", "ep2-tp2")),
-        ("deepseek_v2", "one-rank"),
-        ("deepseek_v3", "ep2-tp2"),
+        *FIRST_PAIRS,
         *(
             pytest.param(family, layout, marks=pytest.mark.slow)
-            for family in LATENT
+            for family in (*LATENT, "gpt_oss")
             for layout in PARITY_LAYOUTS
-            if (family, layout) not in (("deepseek_v2", "one-rank"), ("deepseek_v3", "ep2-tp2"))
+            if (family, layout) not in FIRST_PAIRS
         ),
     ],
 )
@@ -229,8 +229,9 @@ def test_n2_experts_train_like_one_rank(folders: dict[str, str], one_rank: dict[
                 assert norm == pytest.approx(wanted_norm, rel=1e-4)
 
 
-LATENT_LAYOUTS: dict[str, Layout] = {
+ODD_LAYOUTS: dict[str, Layout] = {
     "tp2": (2, {"tp": 2, "sequence_parallel": True}),
+    "dp2": (2, {}),
     "ep2": (2, {"ep": 2}),
     "pp2": (2, {"pp": 2, "ppo_micro_batch_size_per_gpu": 2}),
     "ep2-tp2": (2, {"ep": 2, "tp": 2, "sequence_parallel": True}),
@@ -239,12 +240,15 @@ LATENT_LAYOUTS: dict[str, Layout] = {
 
 
 @pytest.mark.slow
-def test_n2_latent_attention_trains_like_one_rank(tmp_path: Path) -> None:
-    """N2, of experts with shared ones, a router with a bias, and a first layer without experts."""
-    folder = {"untied": save_tiny(tmp_path / "model", "deepseek_v3", tied=False, hidden_size=64, layers=2)}
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_n2_odd_families_train_like_one_rank(tmp_path: Path, family: str) -> None:
+    """N2, of experts with shared ones, a router with a bias, and a first layer without experts; of sinks, and of biases
+    of experts, which ranks that share experts hold copies of.
+    """
+    folder = {"untied": save_tiny(tmp_path / "model", family, tied=False, hidden_size=64, layers=2)}
     (wanted,) = run_ranks(1, _train_on_rank, folder, {}, EVERY[:1])[0]
     assert wanted[-1][0] < wanted[0][0]
-    for name, (world, axes) in LATENT_LAYOUTS.items():
+    for name, (world, axes) in ODD_LAYOUTS.items():
         (trained,) = run_ranks(world, _train_on_rank, folder, axes, EVERY[:1], timeout=180)[-1]
         for (loss, norm), (wanted_loss, wanted_norm) in zip(trained, wanted, strict=True):
             assert loss == pytest.approx(wanted_loss, rel=2e-5, abs=2e-5), name

@@ -30,6 +30,7 @@ NUMBERS = ("rope_parameters", "rope_theta", "rms_norm_eps", "norm_topk_prob")
         "deepseek_v3",
         "gemma",
         "gemma3_text",
+        "gpt_oss",
     ],
 )
 def test_n1_the_trainer_computes_what_transformers_does(tmp_path: Path, family: str) -> None:

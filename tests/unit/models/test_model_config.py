@@ -30,6 +30,9 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 def _base(family: str) -> dict[str, Any]:
     """Entries of a small model; of families that need more, all of it."""
+    if family == "gpt_oss":
+        small = {name: value for name, value in BASE.items() if name != "moe_intermediate_size"}
+        return small | FAMILY_FIELDS[family][1]
     if family.startswith("deepseek"):
         small = {name: value for name, value in BASE.items() if name != "head_dim"}
         return small | {"num_attention_heads": 4} | FAMILY_FIELDS[family][1]

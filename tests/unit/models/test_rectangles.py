@@ -122,7 +122,8 @@ def _owners(topology: Topology, rank: int, expert: bool) -> tuple[object, int]:
     """What the ranks that share a parameter's update have in common, and how many they are."""
     if expert:
         at = topology.expert_coords(rank)
-        return (at.ep, at.pp, at.etp), topology.edp
+        # Ranks that share experts have equal buffers, and so equal cuts of what each of them has whole.
+        return (at.ep, at.pp), topology.edp
     at = topology.coords(rank)
     return at.pp, topology.dp * topology.cp
 
