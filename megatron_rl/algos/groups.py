@@ -1,5 +1,7 @@
 """Sums over sequences and groups. Letters: S sequences, G groups (prompts), T tokens, sequences end to end."""
 
+# torch leaves some of its types open.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -19,14 +21,22 @@ def spread(values: Tensor, loss_mask: Tensor, segment_ids: Tensor) -> Tensor:
     return (values[segment_ids] * loss_mask).float()
 
 
-def _num_groups(group_ids: Tensor) -> int:
-    return int(group_ids.max()) + 1 if group_ids.numel() else 0
+def _numbered(group_ids: Tensor) -> tuple[Tensor, int]:
+    """The groups numbered from 0, and one more than the largest number. Ids that are small numbers stay."""
+    count = group_ids.numel()
+    if count == 0:
+        return group_ids, 0
+    low, high = int(group_ids.min()), int(group_ids.max())
+    if low < 0 or high >= 4 * count + 1024:
+        group_ids = group_ids.unique(return_inverse=True)[1]
+        high = int(group_ids.max())
+    return group_ids, high + 1
 
 
 def group_sums(values: Tensor, group_ids: Tensor) -> Tensor:
-    """[S] values -> [S] float64, the sum over each sequence's group."""
-    values = values.double()
-    return values.new_zeros(_num_groups(group_ids)).index_add_(0, group_ids, values)[group_ids]
+    """[S] values -> [S] float64, the sum over each sequence's group. group_ids: [S] int64, any numbers in any order."""
+    values, (groups, num_groups) = values.double(), _numbered(group_ids)
+    return values.new_zeros(num_groups).index_add_(0, groups, values)[groups]
 
 
 def group_moments(returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +53,7 @@ def group_moments(returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def flat_groups(returns: Tensor, group_ids: Tensor) -> Tensor:
     """[S] bool: whether all returns of the sequence's group are equal. Such a group carries no advantage."""
-    num_groups = _num_groups(group_ids)
-    low = returns.new_full((num_groups,), float("inf")).scatter_reduce(0, group_ids, returns, "amin")
-    high = returns.new_full((num_groups,), float("-inf")).scatter_reduce(0, group_ids, returns, "amax")
-    return (low == high)[group_ids]
+    groups, num_groups = _numbered(group_ids)
+    low = returns.new_full((num_groups,), float("inf")).scatter_reduce(0, groups, returns, "amin")
+    high = returns.new_full((num_groups,), float("-inf")).scatter_reduce(0, groups, returns, "amax")
+    return (low == high)[groups]

@@ -13,6 +13,7 @@ from megatron_rl.data.batching import BatchPlan
 from megatron_rl.learning.batch import Batch
 from megatron_rl.learning.kl_control import KlControl
 from megatron_rl.learning.passes import LossColumns, Made, Models
+from megatron_rl.ops.advantages import KERNELS
 from megatron_rl.types import Column
 from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.token_work import CreditReport, MiniBatches, SequenceFacts
@@ -86,7 +87,8 @@ def assign_credit(
     kept = counted & ~batch.was_cut if algorithm.overlong_filtering else counted
     estimator, advantages = algorithm.adv_estimator, None
     if isinstance(estimator, SequenceEstimator):
-        sequences = ScoredSequences(returns.returns, batch.group_ids, batch.response_lens, counted)
+        moments = KERNELS.group_moments
+        sequences = ScoredSequences(returns.returns, batch.group_ids, batch.response_lens, counted, moments)
         advantages = estimator(sequences)
     own_critic = cfg.needs.critic and not cfg.critic.share_backbone
     facts = SequenceFacts(

@@ -18,8 +18,10 @@ from megatron_rl.algos.gae import Sums
 from megatron_rl.algos.groups import spread
 from megatron_rl.algos.kl import KL_ESTIMATORS
 from megatron_rl.algos.reduce import loss_weights
+from megatron_rl.algos.scan import KlPenalty
 from megatron_rl.algos.values import value_metrics
 from megatron_rl.config.run import RunConfig
+from megatron_rl.ops.advantages import KERNELS
 from megatron_rl.types import Column
 from megatron_rl.workers.rank_batch import RankBatch
 
@@ -93,11 +95,11 @@ def kl_sums(batch: RankBatch, penalty: str) -> torch.Tensor:
     return batch.sums(terms)
 
 
-def token_rewards(batch: RankBatch, scores: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """[T] float32: each score [S] on the last token of its sequence, less kl_coef times the KL on every trained one."""
-    rewards = torch.zeros(len(batch.tokens))
-    rewards[torch.cumsum(torch.tensor(batch.seq_lens, dtype=torch.int64), 0) - 1] = scores.float()
-    return rewards - kl_coef * batch.column("kl") if kl_coef else rewards
+def token_scores(batch: RankBatch, scores: torch.Tensor) -> torch.Tensor:
+    """[T] float32: each score [S] on the last token of its sequence."""
+    of_tokens = torch.zeros(len(batch.tokens))
+    of_tokens[torch.cumsum(torch.tensor(batch.seq_lens, dtype=torch.int64), 0) - 1] = scores.float()
+    return of_tokens
 
 
 def credit(batch: RankBatch, facts: SequenceFacts, cfg: RunConfig, kl_coef: float, add_up: Sums) -> CreditReport:
@@ -127,7 +129,7 @@ def _credit(batch: RankBatch, facts: SequenceFacts, cfg: RunConfig, kl_coef: flo
     assert isinstance(estimator, TokenEstimator), estimator
     values = batch.column("values") if estimator.needs_values else None
     tokens = CreditTokens(
-        token_rewards(batch, facts.scores, kl_coef),
+        token_scores(batch, facts.scores),
         batch.loss_mask,
         batch.segments,
         batch.num_sequences,
@@ -135,6 +137,8 @@ def _credit(batch: RankBatch, facts: SequenceFacts, cfg: RunConfig, kl_coef: flo
         facts.greedy_scores,
         values,
         add_up,
+        KlPenalty(kl_coef, batch.column("kl")) if kl_coef else None,
+        KERNELS,
     )
     found = estimator(tokens)
     batch.put("advantages", found.advantages)

@@ -41,7 +41,7 @@ esac
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with a .venv whose python is the stand-in."""
-    for name in ("launch", "requirements"):
+    for name in ("launch", "requirements", "csrc"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "setup.py", tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"

@@ -7,6 +7,7 @@ Modules of estimators import no torch, since the config reads their settings: us
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -68,6 +69,8 @@ class ScoredSequences:
     """[S]: trained tokens of each sequence"""
     kept: Tensor | None = None
     """[S] bool: sequences whose group is in the update; all if not given. Statistics of the batch are over these."""
+    moments: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = group_moments
+    """What computes group_moments"""
 
     def group_sums(self, values: Tensor) -> Tensor:
         """[S] -> [S] float64, the sum over each sequence's group."""
@@ -79,7 +82,7 @@ class ScoredSequences:
 
     def group_moments(self) -> tuple[Tensor, Tensor]:
         """Mean and unbiased standard deviation of the returns of each sequence's group, both [S] float64."""
-        return group_moments(self.returns, self.group_ids)
+        return self.moments(self.returns, self.group_ids)
 
     def whiten(self, values: Tensor) -> Tensor:
         """[S] -> [S]: (x - mean) / (std + 1e-8), mean and std over all trained tokens of kept sequences.

@@ -36,5 +36,6 @@ class Gae(TokenEstimator):
         """[T] float32 advantages, and the returns for the critic."""
         adaptive = self.lam_length_alpha
         lam = self.lam if adaptive is None else tokens.length_adaptive_lam(adaptive)
-        advantages, returns = tokens.gae(self.gamma, lam, self.lam if self.lam_critic is None else self.lam_critic)
-        return Credit(tokens.whiten(advantages) if self.whiten_advantages else advantages, returns)
+        found = tokens.gae(self.gamma, lam, self.lam if self.lam_critic is None else self.lam_critic)
+        white = self.whiten_advantages
+        return Credit(tokens.whiten(found.advantages, found.moments) if white else found.advantages, found.returns)

@@ -24,4 +24,5 @@ class ReinforcePlusPlus(TokenEstimator):
 
     def __call__(self, tokens: CreditTokens) -> Credit:
         """[T] float32 advantages."""
-        return Credit(tokens.whiten(tokens.rewards_to_go(self.gamma)))
+        found = tokens.scan_rewards(self.gamma)
+        return Credit(tokens.whiten(found.advantages, found.moments))

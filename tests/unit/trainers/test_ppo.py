@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.algos.estimators.tokens import CreditTokens
+from megatron_rl.algos.scan import KlPenalty
 from megatron_rl.config.checks.unused import idle_settings
 from megatron_rl.config.sections.algorithm import KlCtrlConfig
 from megatron_rl.config.tables import batch_table
@@ -23,7 +25,7 @@ from megatron_rl.trainers.ppo import PpoBatch, advantages, assemble
 from megatron_rl.types import Column, Prompt, Rollout, RolloutGroup, TrainBatch
 from megatron_rl.weights.heads import ValueHeadSource
 from megatron_rl.workers.rank_batch import RankBatch
-from megatron_rl.workers.token_work import token_rewards
+from megatron_rl.workers.token_work import token_scores
 from tests.helpers.batch_rank import start_models
 from tests.helpers.config import faults, load, make_model
 from tests.helpers.rollouts import rollouts_of
@@ -68,7 +70,7 @@ def on_one_rank(step: PpoBatch) -> RankBatch:
 def test_n6_the_reward_sits_on_the_last_sampled_token_whatever_that_is(tmp_path: Path) -> None:
     """N6: with and without an end, with pad == eos, with an end alone; the ids themselves are never looked at."""
     _, step, _ = parts_of(tmp_path)
-    rewards = token_rewards(on_one_rank(step), torch.arange(1.0, 6.0), 0.0)
+    rewards = token_scores(on_one_rank(step), torch.arange(1.0, 6.0))
     ends = torch.cumsum(torch.tensor(step.batch.seq_lens), 0) - 1
     assert rewards[ends].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] and rewards.count_nonzero() == len(ends)
     assert bool(trained_mask(step.batch)[ends].all()), "the last token of a sequence is a sampled one"
@@ -85,8 +87,9 @@ def test_the_kl_of_the_reward_lies_on_every_sampled_token_and_nowhere_else(tmp_p
     assert parts.kl_control.metrics() == {"kl/reward": pytest.approx(0.2), "kl/coef": 0.5}
     ranks = on_one_rank(step)
     ranks.put("kl", kl)
-    shaped = token_rewards(ranks, scores, returns.kl_coef)
-    assert torch.allclose(shaped, token_rewards(ranks, scores, 0.0) - 0.5 * 0.2 * mask)
+    of_tokens, penalty = token_scores(ranks, scores), KlPenalty(returns.kl_coef, ranks.column("kl"))
+    tokens = CreditTokens(of_tokens, mask, ranks.segments, ranks.num_sequences, kl=penalty)
+    assert torch.allclose(tokens.rewards, of_tokens - 0.5 * 0.2 * mask)
 
 
 @pytest.mark.parametrize("whitened", [True, False])
