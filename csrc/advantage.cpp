@@ -9,6 +9,7 @@
 #include "advantage.h"
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 // The same loops for wider vectors, picked when the library is loaded. No contraction to fused products (setup.py), so
@@ -26,16 +27,21 @@ constexpr int64_t kChunk = 16384;  // tokens that are one unit of work
 constexpr int kBlock = 256;        // tokens whose intermediate values stay in the first cache
 constexpr int kLanes = 8;          // sums that are kept apart, for vectors
 
+// Which tokens are trained, as bits of the numbers' own width, all or none: a number that is not trained becomes 0 by
+// "and", also NaN, and loops have no branches.
+struct Keep {
+  int64_t wide[kBlock];
+  int32_t narrow[kBlock];
+};
+
 struct Block {
   float rewards[kBlock], values[kBlock], kl[kBlock], ref[kBlock];
   double delta[kBlock], m[kBlock], b[kBlock], x[kBlock], critic_m[kBlock], critic_b[kBlock], critic_x[kBlock];
+  Keep keep;
 };
 
-MRL_WIDE void widen(const uint16_t* from, float* to, int n) {
-  for (int i = 0; i < n; i++) {
-    const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-    __builtin_memcpy(to + i, &bits, 4);
-  }
+MRL_WIDE void widen(const uint16_t* __restrict from, float* __restrict to, int n) {
+  for (int i = 0; i < n; i++) to[i] = std::bit_cast<float>(static_cast<uint32_t>(from[i]) << 16);
 }
 
 // Tokens from..from+n as float32: where they are, or widened into `room`.
@@ -45,20 +51,29 @@ const float* floats(const void* data, bool half, int64_t from, int n, float* roo
   return room;
 }
 
-MRL_WIDE void make_deltas(const float* rewards, const float* values, double* delta, int n) {
+MRL_WIDE void make_keep(const uint8_t* __restrict mask, Keep& __restrict keep, int n) {
+  for (int i = 0; i < n; i++) keep.wide[i] = -static_cast<int64_t>(mask[i] != 0);
+  for (int i = 0; i < n; i++) keep.narrow[i] = -static_cast<int32_t>(mask[i] != 0);
+}
+
+double only(double number, int64_t keep) { return std::bit_cast<double>(std::bit_cast<int64_t>(number) & keep); }
+
+float only(float number, int32_t keep) { return std::bit_cast<float>(std::bit_cast<int32_t>(number) & keep); }
+
+MRL_WIDE void make_deltas(const float* __restrict rewards, const float* __restrict values, double* __restrict delta,
+                          int n) {
   for (int i = 0; i < n; i++) delta[i] = static_cast<double>(rewards[i]) - static_cast<double>(values[i]);
 }
 
-MRL_WIDE void make_steps(const double* delta, const float* values, const uint8_t* mask, double gamma, double decay,
-                         double* m, double* b, int n) {
-  for (int i = 0; i < n; i++) {
-    const double step = gamma * static_cast<double>(values[i]) + decay * delta[i];
-    m[i] = mask[i] ? decay : 1.0;
-    b[i] = mask[i] ? step : 0.0;
-  }
+MRL_WIDE void make_steps(const double* __restrict delta, const float* __restrict values,
+                         const int64_t* __restrict keep, double gamma, double decay, double* __restrict m,
+                         double* __restrict b, int n) {
+  const int64_t one = std::bit_cast<int64_t>(1.0), bits = std::bit_cast<int64_t>(decay);
+  for (int i = 0; i < n; i++) m[i] = std::bit_cast<double>((bits & keep[i]) | (one & ~keep[i]));
+  for (int i = 0; i < n; i++) b[i] = only(gamma * static_cast<double>(values[i]) + decay * delta[i], keep[i]);
 }
 
-double chain(const double* m, const double* b, double carried, double* x, int n) {
+double chain(const double* __restrict m, const double* __restrict b, double carried, double* __restrict x, int n) {
   for (int i = n - 1; i >= 0; i--) {
     x[i] = carried;
     carried = m[i] * carried + b[i];
@@ -66,20 +81,21 @@ double chain(const double* m, const double* b, double carried, double* x, int n)
   return carried;
 }
 
-MRL_WIDE void write_sums(const double* one, const double* other, const uint8_t* mask, float* to, int n) {
-  for (int i = 0; i < n; i++) to[i] = mask[i] ? static_cast<float>(one[i] + other[i]) : 0.0f;
+MRL_WIDE void write_sums(const double* __restrict one, const double* __restrict other, const int32_t* __restrict keep,
+                         float* __restrict to, int n) {
+  for (int i = 0; i < n; i++) to[i] = only(static_cast<float>(one[i] + other[i]), keep[i]);
 }
 
-MRL_WIDE void write_returns(const float* values, const double* delta, const double* x, const uint8_t* mask, float* to,
-                            int n) {
+MRL_WIDE void write_returns(const float* __restrict values, const double* __restrict delta, const double* __restrict x,
+                            const int32_t* __restrict keep, float* __restrict to, int n) {
   for (int i = 0; i < n; i++)
-    to[i] = mask[i] ? static_cast<float>(static_cast<double>(values[i]) + (delta[i] + x[i])) : 0.0f;
+    to[i] = only(static_cast<float>(static_cast<double>(values[i]) + (delta[i] + x[i])), keep[i]);
 }
 
 // Rewards that are not 0 on tokens that are not trained.
-MRL_WIDE int64_t count_stray(const float* rewards, const uint8_t* mask, int n) {
+MRL_WIDE int64_t count_stray(const float* __restrict rewards, const int32_t* __restrict keep, int n) {
   int32_t stray = 0;
-  for (int i = 0; i < n; i++) stray += (rewards[i] != 0.0f) & (mask[i] == 0);
+  for (int i = 0; i < n; i++) stray += static_cast<int32_t>(rewards[i] != 0.0f) & ~keep[i];
   return stray;
 }
 
@@ -88,32 +104,27 @@ struct PivotSums {
   bool begun = false;
   double pivot = 0.0, count = 0.0, sum[kLanes] = {}, squares[kLanes] = {};
 
-  void add(const float* values, const uint8_t* mask, int n) {
+  void add(const float* values, const Keep& keep, int n) {
     for (int i = n - 1; i >= 0 && !begun; i--) {
-      if (mask[i]) begun = true, pivot = values[i];
+      if (keep.narrow[i]) begun = true, pivot = values[i];
     }
-    if (begun) count += add_block(values, mask, n, pivot, sum, squares);
+    if (begun) count += add_block(values, keep, n, pivot, sum, squares);
   }
 
-  MRL_WIDE static int64_t add_block(const float* values, const uint8_t* mask, int n, double pivot, double* sum,
-                                    double* squares) {
+  MRL_WIDE static int64_t add_block(const float* __restrict values, const Keep& __restrict keep, int n, double pivot,
+                                    double* __restrict sum, double* __restrict squares) {
+    double gaps[kBlock], total[kLanes], square[kLanes];
     int32_t count = 0;
+    for (int i = 0; i < n; i++) gaps[i] = only(static_cast<double>(values[i]) - pivot, keep.wide[i]);
+    for (int i = 0; i < n; i++) count -= keep.narrow[i];
+    for (int j = 0; j < kLanes; j++) total[j] = sum[j], square[j] = squares[j];
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-      for (int j = 0; j < kLanes; j++) {
-        const double gap = mask[i + j] ? static_cast<double>(values[i + j]) - pivot : 0.0;
-        sum[j] += gap;
-        squares[j] += gap * gap;
-        count += mask[i + j] != 0;
-      }
+      for (int j = 0; j < kLanes; j++) total[j] += gaps[i + j];
+      for (int j = 0; j < kLanes; j++) square[j] += gaps[i + j] * gaps[i + j];
     }
-    for (; i < n; i++) {
-      if (!mask[i]) continue;
-      const double gap = static_cast<double>(values[i]) - pivot;
-      sum[i % kLanes] += gap;
-      squares[i % kLanes] += gap * gap;
-      count++;
-    }
+    for (int j = 0; i + j < n; j++) total[j] += gaps[i + j], square[j] += gaps[i + j] * gaps[i + j];
+    for (int j = 0; j < kLanes; j++) sum[j] = total[j], squares[j] = square[j];
     return count;
   }
 
@@ -140,6 +151,7 @@ const float* load(const Scan& s, int64_t from, int n, const Lambdas& decay, Bloc
   const float* rewards = floats(s.rewards, s.half, from, n, block.rewards);
   if (!s.values) std::fill_n(block.values, n, 0.0f);
   const float* values = s.values ? floats(s.values, s.half, from, n, block.values) : block.values;
+  make_keep(mask, block.keep, n);
   make_deltas(rewards, values, block.delta, n);
   if (s.kl_kind != kNoKl) {
     const float* kl = floats(s.kl, s.half, from, n, block.kl);
@@ -148,8 +160,8 @@ const float* load(const Scan& s, int64_t from, int n, const Lambdas& decay, Bloc
       if (mask[i]) block.delta[i] -= s.kl_coef * kl_term(s.kl_kind, kl[i], ref[i]);
     }
   }
-  make_steps(block.delta, values, mask, s.gamma, decay.policy, block.m, block.b, n);
-  if (s.two) make_steps(block.delta, values, mask, s.gamma, decay.critic, block.critic_m, block.critic_b, n);
+  make_steps(block.delta, values, block.keep.wide, s.gamma, decay.policy, block.m, block.b, n);
+  if (s.two) make_steps(block.delta, values, block.keep.wide, s.gamma, decay.critic, block.critic_m, block.critic_b, n);
   return values;
 }
 
@@ -201,15 +213,15 @@ void sweep(const Scan& s, int64_t sequence, int64_t begin, int64_t end, Carried&
   for (int64_t stop = end; stop > begin; stop -= kBlock) {
     const int64_t from = std::max(begin, stop - kBlock);
     const int n = static_cast<int>(stop - from);
-    const uint8_t* mask = s.mask + from;
     const float* values = load(s, from, n, decay, block);
-    stray += count_stray(s.half ? block.rewards : static_cast<const float*>(s.rewards) + from, mask, n);
+    const int32_t* keep = block.keep.narrow;
+    stray += count_stray(s.half ? block.rewards : static_cast<const float*>(s.rewards) + from, keep, n);
     carried.x = chain(block.m, block.b, carried.x, block.x, n);
     if (s.two) carried.critic_x = chain(block.critic_m, block.critic_b, carried.critic_x, block.critic_x, n);
-    write_sums(block.delta, block.x, mask, s.advantages + from, n);
+    write_sums(block.delta, block.x, keep, s.advantages + from, n);
     const double* critic_x = s.two ? block.critic_x : block.x;
-    if (s.returns) write_returns(values, block.delta, critic_x, mask, s.returns + from, n);
-    if (counted) sums.add(s.advantages + from, mask, n);
+    if (s.returns) write_returns(values, block.delta, critic_x, keep, s.returns + from, n);
+    if (counted) sums.add(s.advantages + from, block.keep, n);
   }
 }
 
@@ -288,10 +300,10 @@ std::tuple<Tensor, Tensor, Tensor> gae(Tensor rewards, MaybeTensor values, Tenso
   return p.results();
 }
 
-MRL_WIDE void whiten_block(const float* values, const uint8_t* mask, double mean, double scale, double back, float* to,
-                           int n) {
+MRL_WIDE void whiten_block(const float* __restrict values, const int32_t* __restrict keep, double mean, double scale,
+                           double back, float* __restrict to, int n) {
   for (int i = 0; i < n; i++)
-    to[i] = mask[i] ? static_cast<float>((static_cast<double>(values[i]) - mean) / scale + back) : 0.0f;
+    to[i] = only(static_cast<float>((static_cast<double>(values[i]) - mean) / scale + back), keep[i]);
 }
 
 Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor kept, Tensor mean_std, bool shift_mean) {
@@ -315,6 +327,7 @@ Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor ke
   const int64_t chunks = (s.tokens + kChunk - 1) / kChunk;
   torch::stable::parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
     float room[kBlock];
+    Keep keep;
     for (int64_t begin = first * kChunk; begin < std::min(last * kChunk, s.tokens);) {
       const int64_t sequence = s.kept ? sequence_of(s, begin) : 0;
       int64_t end = std::min(last * kChunk, s.tokens);
@@ -326,7 +339,8 @@ Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor ke
       for (; begin < end; begin += kBlock) {
         const int n = static_cast<int>(std::min<int64_t>(kBlock, end - begin));
         const float* block = floats(from, half, begin, n, room);
-        whiten_block(block, masks + begin, mean, scale, shift_mean ? 0.0 : mean, to + begin, n);
+        make_keep(masks + begin, keep, n);
+        whiten_block(block, keep.narrow, mean, scale, shift_mean ? 0.0 : mean, to + begin, n);
       }
       begin = end;
     }

@@ -177,8 +177,12 @@ struct Loaded {
   }
 };
 
+// Blocks of a multiprocessor: what the registers allow without spills.
+template <int N, bool KL>
+constexpr int kResident = N == 1 && !KL ? 3 : 2;
+
 template <class T, int N, bool KL>
-__global__ void __launch_bounds__(kThreads, 2) scan_kernel(const Scan s, const Board board, const int64_t tiles,
+__global__ void __launch_bounds__(kThreads, kResident<N, KL>) scan_kernel(const Scan s, const Board board, const int64_t tiles,
                                                            const bool aligned) {
   __shared__ unsigned ends[kTile / 32];  // a bit for each token: the last of its sequence
   __shared__ Step<N> warp_steps[kWarps], after_warp[kWarps];

@@ -20,6 +20,8 @@ from megatron_rl.ops import advantages as ops
 from tests.helpers.kernels import BACKENDS, ROOT, kernels_of, require_kernels
 from tests.helpers.scans import Case, assert_close, random_case, slow_scan
 
+# tests/gpu has all of them: tracing through torch.compile's parts takes 6 s.
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 LENS = st.lists(st.integers(0, 9), min_size=0, max_size=7)
 
 
@@ -278,11 +280,12 @@ def test_operators_pass_torchs_checks() -> None:
     lams = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     for values, per_sequence in ((case.values, (lams, lams)), (None, (None, None))):
         args = (case.rewards, values, case.mask, case.cu, None, None, None, *numbers, *per_sequence)
-        torch.library.opcheck(torch.ops.megatron_rl.gae.default, args)
+        torch.library.opcheck(torch.ops.megatron_rl.gae.default, args, test_utils=CHECKS)
     moments = torch.tensor([0.5, 2.0], dtype=torch.float64)
-    torch.library.opcheck(torch.ops.megatron_rl.whiten.default, (case.rewards, case.mask, case.cu, None, moments, True))
+    whitened = (case.rewards, case.mask, case.cu, None, moments, True)
+    torch.library.opcheck(torch.ops.megatron_rl.whiten.default, whitened, test_utils=CHECKS)
     returns, ids = torch.randn(6, dtype=torch.float64), torch.tensor([3, 3, 1, 1, 3, 9])
-    torch.library.opcheck(torch.ops.megatron_rl.group_advantages.default, (returns, ids, 1))
+    torch.library.opcheck(torch.ops.megatron_rl.group_advantages.default, (returns, ids, 1), test_utils=CHECKS)
 
 
 def test_kernels_of_other_sources_are_not_used(tmp_path: Path) -> None:
