@@ -95,6 +95,8 @@ def kernels() -> dict[str, Any]:
     if not BUILDS & set(sys.argv):
         return {}
     compiler = os.environ.get("CXX", "c++").split()[0]
+    if not (ROOT / "csrc").is_dir():
+        return {}
     if shutil.which(compiler) is None or importlib.util.find_spec("torch") is None:
         print(f"csrc/ is not built: it needs torch here (pip install --no-build-isolation) and a compiler ({compiler})")
         return {}
@@ -102,43 +104,46 @@ def kernels() -> dict[str, Any]:
     import torch
     from torch.utils import cpp_extension
 
-    on_cuda = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
-    make = cpp_extension.CUDAExtension if on_cuda else cpp_extension.CppExtension
-    # No contraction: on CPUs, every width of vectors gives the same bits. The stable ABI of torch 2.10.
-    common = ["-O3", "-std=c++20", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    flags = {"cxx": [*common, "-fvisibility=hidden", "-ffp-contract=off"]}
-    if on_cuda:
-        flags["nvcc"] = [*common, "-Xcompiler", "-fvisibility=hidden", "--threads", "4"]
     digest = 0
     for path in sorted((ROOT / "csrc").glob("advantage.*")):
         digest = zlib.crc32(path.name.encode() + path.read_bytes(), digest)
-    name = f"_csrc_{'cuda' if on_cuda else 'cpu'}_{digest:08x}"
+    # No contraction: on CPUs, every width of vectors gives the same bits. The stable ABI of torch 2.10.
+    common = ["-O3", "-std=c++20", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    flags = {"cxx": [*common, "-fvisibility=hidden", "-ffp-contract=off"]}
+    flags["nvcc"] = [*common, "-Xcompiler", "-fvisibility=hidden", "--threads", "4"]
+    kinds = {"cpu": ("csrc/advantage.cpp", cpp_extension.CppExtension)}
+    if torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None:
+        kinds["cuda"] = ("csrc/advantage.cu", cpp_extension.CUDAExtension)
+    names = {kind: f"_csrc_{kind}_{digest:08x}" for kind in kinds}
     for old in (ROOT / "megatron_rl").glob("_csrc_*.so"):
-        if not old.name.startswith(name):
+        if old.name.partition(".")[0] not in names.values():
             old.unlink()
-    sources = ["csrc/advantage.cpp", "csrc/advantage.cu"] if on_cuda else ["csrc/advantage.cpp"]
-    extension = make(
-        f"megatron_rl.{name}",
-        sources,
-        depends=["csrc/advantage.h", "csrc/advantage.cuh"],
-        extra_compile_args=flags,
-        py_limited_api=True,
-    )
-    extension.optional = True
+    headers = ["csrc/advantage.h", "csrc/advantage.cuh"]
+    extensions = [
+        make(f"megatron_rl.{names[kind]}", [source], depends=headers, extra_compile_args=flags, py_limited_api=True)
+        for kind, (source, make) in kinds.items()
+    ]
+    for extension in extensions:
+        extension.optional = True
 
     class BuildKernels(cpp_extension.BuildExtension):
-        """The library holds operators and is no module of Python's. An install goes on without it."""
+        """The libraries hold operators and are no modules of Python's. An install goes on without them."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options, no_python_abi_suffix=True)
 
-        def run(self) -> None:
+        def build_extension(self, ext: Any) -> None:
+            # Sources of one name, so each library has a folder for its objects.
+            base = self.build_temp
+            self.build_temp = os.path.join(base, ext.name)
             try:
-                super().run()
+                super().build_extension(ext)
             except (BaseError, RuntimeError) as error:
-                print(f"csrc/ is not built, and the torch code of the same results will run: {error}", file=sys.stderr)
+                print(f"{ext.sources} is not built, and torch code of the same results will run: {error}")
+            finally:
+                self.build_temp = base
 
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildKernels}}
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildKernels}}
 
 
 setup(

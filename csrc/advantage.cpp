@@ -416,7 +416,8 @@ STABLE_TORCH_LIBRARY(megatron_rl, m) {
       "-> (Tensor, Tensor, Tensor)");
   m.def("group_advantages(Tensor returns, Tensor group_ids, int kind) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "whiten(Tensor values, Tensor mask, Tensor? cu_seqlens, Tensor? kept, Tensor mean_std, bool shift_mean) -> Tensor");
+      "whiten(Tensor values, Tensor mask, Tensor? cu_seqlens, Tensor? kept, Tensor mean_std, bool shift_mean) "
+      "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CPU, m) {

@@ -182,8 +182,8 @@ template <int N, bool KL>
 constexpr int kResident = N == 1 && !KL ? 3 : 2;
 
 template <class T, int N, bool KL>
-__global__ void __launch_bounds__(kThreads, kResident<N, KL>) scan_kernel(const Scan s, const Board board, const int64_t tiles,
-                                                           const bool aligned) {
+__global__ void __launch_bounds__(kThreads, kResident<N, KL>)
+    scan_kernel(const Scan s, const Board board, const int64_t tiles, const bool aligned) {
   __shared__ unsigned ends[kTile / 32];  // a bit for each token: the last of its sequence
   __shared__ Step<N> warp_steps[kWarps], after_warp[kWarps];
   __shared__ double carried[N];
@@ -235,7 +235,8 @@ __global__ void __launch_bounds__(kThreads, kResident<N, KL>) scan_kernel(const 
 #pragma unroll
         for (int k = 0; k < N; k++) {
           const double product = cursor.decay[k] * step.m[k];
-          step.m[k] = step.m[k] < 0.0 ? -1.0 : product == 0.0 && cursor.decay[k] > 0.0 && step.m[k] > 0.0 ? kTiny : product;
+          const bool vanished = product == 0.0 && cursor.decay[k] > 0.0 && step.m[k] > 0.0;
+          step.m[k] = step.m[k] < 0.0 ? -1.0 : vanished ? kTiny : product;
           step.b[k] = cursor.decay[k] * step.b[k] + (s.gamma * value + cursor.decay[k] * delta);
         }
       }

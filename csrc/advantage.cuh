@@ -112,14 +112,18 @@ __device__ Step<N> wait_for(const double* steps, const int* ready, int64_t at) {
   while (!load_acquire(ready + at)) __nanosleep(20);
   Step<N> step;
 #pragma unroll
-  for (int k = 0; k < N; k++) step.m[k] = __ldcg(steps + 4 * at + 2 * k), step.b[k] = __ldcg(steps + 4 * at + 2 * k + 1);
+  for (int k = 0; k < N; k++) {
+    step.m[k] = __ldcg(steps + 4 * at + 2 * k);
+    step.b[k] = __ldcg(steps + 4 * at + 2 * k + 1);
+  }
   return step;
 }
 
 // By one warp: publishes the tile's own step, and finds what comes in to its last token. place: number of the tile
 // from the end of the data. closed: its last token ends a sequence, so nothing comes in.
 template <int N>
-__device__ void look_back(const Board& board, int64_t place, const Step<N>& own, bool closed, int lane, double* carried) {
+__device__ void look_back(const Board& board, int64_t place, const Step<N>& own, bool closed, int lane,
+                          double* carried) {
   const int64_t group = place / kGroup;
   const int inside = static_cast<int>(place % kGroup);
   const bool closes_group = inside == kGroup - 1;
@@ -156,7 +160,8 @@ template <>
 __device__ void load<float>(const void* data, int64_t at, bool fast, int64_t valid, float (&to)[kVec]) {
   const float* from = static_cast<const float*>(data) + at;
   if (fast) {
-    const float4 low = __ldg(reinterpret_cast<const float4*>(from)), high = __ldg(reinterpret_cast<const float4*>(from) + 1);
+    const float4* vectors = reinterpret_cast<const float4*>(from);
+    const float4 low = __ldg(vectors), high = __ldg(vectors + 1);
     to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
     to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
   } else {
@@ -178,7 +183,9 @@ __device__ void load<__nv_bfloat16>(const void* data, int64_t at, bool fast, int
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kVec; i++) to[i] = i < valid ? __uint_as_float(static_cast<unsigned>(__ldg(from + i)) << 16) : 0.0f;
+    for (int i = 0; i < kVec; i++) {
+      to[i] = i < valid ? __uint_as_float(static_cast<unsigned>(__ldg(from + i)) << 16) : 0.0f;
+    }
   }
 }
 

@@ -23,7 +23,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// The term of the KL penalty that is taken off each trained token's reward. Numbers as in megatron_rl/ops/advantages.py.
+// The term of the KL penalty that is taken off each trained token's reward. Numbers as in
+// megatron_rl/ops/advantages.py.
 enum KlKind : int64_t { kNoKl = 0, kGiven = 1, kK1 = 2, kK2 = 3, kK3 = 4, kAbs = 5 };
 
 // As in megatron_rl/algos/kl.py, cuts of k3 included. Comparisons are written so that NaN passes.
@@ -106,13 +107,14 @@ const T* data(const MaybeTensor& one) {
 // Rewards, values and log-probabilities are all float32 or all bfloat16 for a kernel; a mix becomes float32.
 inline bool all_half(const Tensor& rewards, std::initializer_list<const MaybeTensor*> others) {
   bool half = rewards.scalar_type() == ScalarType::BFloat16;
-  for (const MaybeTensor* one : others) half = half && (!one->has_value() || (*one)->scalar_type() == ScalarType::BFloat16);
+  for (const MaybeTensor* one : others)
+    half = half && (!one->has_value() || (*one)->scalar_type() == ScalarType::BFloat16);
   return half;
 }
 
 inline void check_like(const Tensor& rewards, const MaybeTensor& one, const char* name) {
   if (!one.has_value()) return;
-  STD_TORCH_CHECK(one->dim() == rewards.dim() && one->numel() == rewards.numel(), name, " must have the shape of rewards");
+  STD_TORCH_CHECK(one->dim() == rewards.dim(), name, " must have the shape of rewards");
   for (int64_t i = 0; i < rewards.dim(); i++)
     STD_TORCH_CHECK(one->size(i) == rewards.size(i), name, " must have the shape of rewards");
   STD_TORCH_CHECK(one->is_cuda() == rewards.is_cuda() && one->get_device_index() == rewards.get_device_index(),
@@ -138,7 +140,8 @@ inline Prepared prepare(const Tensor& rewards, const MaybeTensor& values, const 
                         const MaybeTensor& kept, const MaybeTensor& kl, const MaybeTensor& ref, int64_t kl_kind,
                         double kl_coef, double gamma, double lam, double critic_lam, const MaybeTensor& lams,
                         const MaybeTensor& critic_lams) {
-  STD_TORCH_CHECK(rewards.dim() == (cu.has_value() ? 1 : 2), "rewards must be [T] with cu_seqlens, [batch, time] without");
+  STD_TORCH_CHECK(rewards.dim() == (cu.has_value() ? 1 : 2),
+                  "rewards must be [T] with cu_seqlens, [batch, time] without");
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "mask must be bool");
   STD_TORCH_CHECK(kl_kind >= kNoKl && kl_kind <= kAbs, "kl_kind is not known");
   STD_TORCH_CHECK((kl_kind != kNoKl) == kl.has_value() && (kl_kind > kGiven) == ref.has_value(),
@@ -207,7 +210,8 @@ inline void check_groups(const Tensor& returns, const Tensor& group_ids, int64_t
 
 inline void check_whiten(const Tensor& values, const Tensor& mask, const MaybeTensor& cu, const MaybeTensor& kept,
                          const Tensor& mean_std) {
-  STD_TORCH_CHECK(values.dim() == (cu.has_value() ? 1 : 2), "values must be [T] with cu_seqlens, [batch, time] without");
+  STD_TORCH_CHECK(values.dim() == (cu.has_value() ? 1 : 2),
+                  "values must be [T] with cu_seqlens, [batch, time] without");
   check_floats(values, "values");
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "mask must be bool");
   check_like(values, mask, "mask");

@@ -32,12 +32,18 @@ GROUP_KINDS = {"mean": 0, "std": 1, "leave_one_out": 2}
 """R less the group's mean; that over the group's deviation + 1e-6; R less the mean of the group's others."""
 
 
-def library_path(package: Path = PACKAGE) -> Path | None:
-    """The built kernels. In a checkout only those of the sources that are there; setup.py names them alike."""
+def libraries(package: Path = PACKAGE) -> dict[str, Path]:
+    """The built kernels by type of device; those for CUDA need those for CPUs, which hold the schemas.
+
+    In a checkout only those of the sources that are there count; setup.py names them alike.
+    """
     sources = package.parent / "csrc"
     digest = f"{sources_digest(sources):08x}" if sources.is_dir() else "*"
-    built = [path for kind in ("cuda", "cpu") for path in sorted(package.glob(f"_csrc_{kind}_{digest}.*so"))]
-    return built[0] if built else None
+    built: dict[str, Path] = {}
+    for device in ("cpu", "cuda"):
+        for path in sorted(package.glob(f"_csrc_{device}_{digest}.*so")):
+            built[device] = path
+    return built if "cpu" in built else {}
 
 
 def sources_digest(folder: Path) -> int:
@@ -51,12 +57,12 @@ def sources_digest(folder: Path) -> int:
 @functools.cache
 def built_for() -> frozenset[str]:
     """Types of devices that the kernels are built for. Loads them into this process."""
-    path = library_path()
-    if path is None:
-        return frozenset()
-    torch.ops.load_library(str(path))
-    _register_fakes()
-    return frozenset({"cpu", "cuda"} if "_cuda_" in path.name else {"cpu"})
+    built = libraries()
+    for path in built.values():
+        torch.ops.load_library(str(path))
+    if built:
+        _register_fakes()
+    return frozenset(built)
 
 
 def _built(values: torch.Tensor) -> bool:

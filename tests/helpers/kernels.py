@@ -24,10 +24,10 @@ def require_kernels() -> ModuleType:
             pytest.skip("the kernels are not built, and there is no compiler")
         with (ROOT / "setup.py").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if advantages.library_path() is None:
+            if not advantages.libraries():
                 command = [sys.executable, "setup.py", "build_ext", "--inplace"]
                 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-                assert advantages.library_path() is not None, done.stdout + done.stderr
+                assert advantages.libraries(), done.stdout + done.stderr
         advantages.built_for.cache_clear()
     assert "cpu" in advantages.built_for()
     return advantages

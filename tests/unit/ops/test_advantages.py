@@ -292,16 +292,15 @@ def test_kernels_of_other_sources_are_not_used(tmp_path: Path) -> None:
     """A checkout that was updated runs the torch code until it is built again; an installed package has no sources."""
     package, sources = tmp_path / "megatron_rl", tmp_path / "csrc"
     package.mkdir()
-    for kind in ("cpu", "cuda"):
-        (package / f"_csrc_{kind}_0123abcd.so").touch()
-    found = ops.library_path(package)
-    assert found is not None and found.name == "_csrc_cuda_0123abcd.so"
+    (package / "_csrc_cuda_0123abcd.so").touch()
+    assert ops.libraries(package) == {}, "those for CUDA have no schemas"
+    (package / "_csrc_cpu_0123abcd.so").touch()
+    assert list(ops.libraries(package)) == ["cpu", "cuda"]
     sources.mkdir()
     (sources / "advantage.cpp").write_text("new", encoding="utf-8")
-    assert ops.library_path(package) is None
+    assert ops.libraries(package) == {}
     (package / f"_csrc_cpu_{ops.sources_digest(sources):08x}.so").touch()
-    found = ops.library_path(package)
-    assert found is not None and found.name.startswith("_csrc_cpu")
+    assert list(ops.libraries(package)) == ["cpu"]
 
 
 def test_without_kernels_the_torch_code_runs_and_says_so_once(
