@@ -3,11 +3,12 @@
     python -m benchmarks.advantages                   # CPU kernels against this package's torch code
     python -m benchmarks.advantages --device cuda     # CUDA kernels against a loop over tokens and against copying
 
-"scan" makes advantages, returns and the sums that whitening needs; "and whitened" is what PPO does with them. The loop
-is verl's manner: padded tensors, one column of tokens after the other, a dozen small operators each. The bound is the
-bytes that a scan has to read and write, at the rate at which the device copies 1 GiB. Aims: on CPUs 5 times the torch
-code; on CUDA 100 times the loop, and at most 1.3 times the bound. Medians; two sets of inputs in turn on CPUs, four on
-CUDA, so that no cache holds them.
+"scan" makes advantages, returns and the sums that whitening needs; "and whitened" is what PPO does with them. "us" is
+of the device alone, "with checks" of a call from Python that reads whether the inputs could be. The loop is verl's
+manner: padded tensors, one column of tokens after the other, a dozen small operators each. The bound is the bytes that
+a scan has to read and write, at the rate at which the device copies 1 GiB. Aims: on CPUs 5 times the torch code; on
+CUDA 100 times the loop, and at most 1.3 times the bound. Medians; two sets of inputs in turn on CPUs, four on CUDA, so
+that no cache holds them.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def loop_over_tokens(inputs: Inputs) -> torch.Tensor:
 
 
 def seconds_of(sets: Sequence[Inputs], work: Callable[[Inputs], object], repeats: int) -> float:
-    """Median seconds of a call. On CUDA of 20 calls in a row, by events."""
+    """Median seconds of a call. On CUDA of 20 calls in a row, by events, which wait for the host where it is slower."""
     on_cuda, taken = sets[0].rewards.is_cuda, list[float]()
     for one in sets:
         work(one)
@@ -119,6 +120,18 @@ def seconds_of(sets: Sequence[Inputs], work: Callable[[Inputs], object], repeats
         end.synchronize()
         taken.append(begin.elapsed_time(end) / 1e3 / 20)
     return statistics.median(taken)
+
+
+def device_seconds_of(sets: Sequence[Inputs], work: Callable[[Inputs], object], repeats: int) -> float:
+    """Median seconds of a call on the device alone: a graph of 20 calls, so that the host takes no part."""
+    for one in sets:
+        work(one)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(20):
+            work(sets[call % len(sets)])
+    return seconds_of(sets[:1], lambda _: graph.replay(), repeats) / 20
 
 
 def copy_rate() -> float:
@@ -152,7 +165,7 @@ def on_cuda(sequences: int, length: int, repeats: int) -> None:
         ("packed, lambdas of sequences", lens, False, "lams"),
     ):
         sets = [make_inputs(of_lens, seed, "cuda", padded, kind) for seed in range(4)]
-        alone_s = seconds_of(sets, Inputs.scan_alone, repeats)
+        alone_s = device_seconds_of(sets, Inputs.scan_alone, repeats)
         checked = seconds_of(sets, lambda one: one.scan(advantages.KERNELS, False), repeats)
         white = seconds_of(sets, lambda one: one.scan(advantages.KERNELS, True), repeats)
         bound = sets[0].bytes_of_scan() / rate

@@ -309,15 +309,15 @@ MRL_WIDE void whiten_block(const float* __restrict values, const int32_t* __rest
 Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor kept, Tensor mean_std, bool shift_mean) {
   check_whiten(values, mask, cu_seqlens, kept, mean_std);
   Prepared p;  // for its sequences and mask alone
-  p.rewards = torch::stable::contiguous(values), p.mask = torch::stable::contiguous(mask);
-  p.cu = contiguous(cu_seqlens), p.kept = contiguous(kept);
+  p.rewards = compact(values), p.mask = compact(mask);
+  p.cu = compact(cu_seqlens), p.kept = compact(kept);
   Scan s{};
   s.tokens = values.numel(), s.cu = data<int64_t>(p.cu), s.kept = data<uint8_t>(p.kept);
   s.sequences = s.cu ? cu_seqlens->numel() - 1 : values.size(0);
   s.length = s.cu ? 0 : values.size(1);
   check_sequences(s);
   const bool half = values.scalar_type() == ScalarType::BFloat16;
-  const Tensor pair = torch::stable::contiguous(mean_std);
+  const Tensor pair = compact(mean_std);
   const double mean = static_cast<const double*>(pair.const_data_ptr())[0];
   const double scale = static_cast<const double*>(pair.const_data_ptr())[1] + 1e-8;
   Tensor whitened = torch::stable::new_empty(p.rewards, values.sizes(), ScalarType::Float);
@@ -370,7 +370,7 @@ std::vector<int64_t> dense(const int64_t* ids, int64_t n, int64_t& groups) {
 
 std::tuple<Tensor, Tensor, Tensor> group_advantages(Tensor returns, Tensor group_ids, int64_t kind) {
   check_groups(returns, group_ids, kind);
-  const Tensor from = torch::stable::contiguous(returns), ids = torch::stable::contiguous(group_ids);
+  const Tensor from = compact(returns), ids = compact(group_ids);
   const int64_t n = returns.numel();
   const double* r = static_cast<const double*>(from.const_data_ptr());
   int64_t groups = 0;

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kResident<N, KL>)
   __syncthreads();
 
   // Steps of the thread's rows, of rows of the warp, and of the warp.
-  const bool of_sequences = s.lams || s.critic_lams || s.kept;
+  const bool of_sequences = s.sequences > 0 && (s.lams || s.critic_lams || s.kept);
   Step<N> after[kRows], row_step[kRows];
 #pragma unroll
   for (int row = kRows - 1; row >= 0; row--) {
@@ -398,9 +398,9 @@ __global__ void whiten_kernel(const Scan s, const double* mean_std, const bool s
 Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor kept, Tensor mean_std, bool shift_mean) {
   check_whiten(values, mask, cu_seqlens, kept, mean_std);
   const torch::stable::accelerator::DeviceGuard guard(values.get_device_index());
-  const Tensor from = torch::stable::contiguous(values), masks = torch::stable::contiguous(mask);
-  const Tensor pair = torch::stable::contiguous(mean_std);
-  const MaybeTensor cu = contiguous(cu_seqlens), keeps = contiguous(kept);
+  const Tensor from = compact(values), masks = compact(mask);
+  const Tensor pair = compact(mean_std);
+  const MaybeTensor cu = compact(cu_seqlens), keeps = compact(kept);
   Tensor whitened = torch::stable::new_empty(from, values.sizes(), ScalarType::Float);
   Scan s{};
   s.tokens = values.numel(), s.cu = data<int64_t>(cu), s.kept = data<uint8_t>(keeps);
@@ -457,7 +457,7 @@ __global__ void groups_kernel(const int64_t* ids, const int64_t* order, const do
 std::tuple<Tensor, Tensor, Tensor> group_advantages(Tensor returns, Tensor group_ids, int64_t kind) {
   check_groups(returns, group_ids, kind);
   const torch::stable::accelerator::DeviceGuard guard(returns.get_device_index());
-  const Tensor from = torch::stable::contiguous(returns);
+  const Tensor from = compact(returns);
   std::array<StableIValue, 4> stack{torch::stable::detail::from(group_ids),
                                     torch::stable::detail::from(std::optional<bool>(true)),
                                     torch::stable::detail::from(int64_t{0}), torch::stable::detail::from(false)};

@@ -94,9 +94,15 @@ struct Prepared {
   std::tuple<Tensor, Tensor, Tensor> results() const { return {advantages, returns, stats}; }
 };
 
-inline MaybeTensor contiguous(const MaybeTensor& one) {
-  if (!one.has_value()) return std::nullopt;
-  return torch::stable::contiguous(*one);
+// A call through the dispatcher costs more than a kernel's launch, so it is made where it does something.
+inline Tensor compact(const Tensor& one) { return one.is_contiguous() ? one : torch::stable::contiguous(one); }
+
+inline MaybeTensor compact(const MaybeTensor& one) {
+  return one.has_value() ? MaybeTensor(compact(*one)) : std::nullopt;
+}
+
+inline Tensor as_float(const Tensor& one) {
+  return one.scalar_type() == ScalarType::Float ? one : torch::stable::to(one, ScalarType::Float);
 }
 
 template <class T = void>
@@ -155,22 +161,21 @@ inline Prepared prepare(const Tensor& rewards, const MaybeTensor& values, const 
   check_floats(rewards, "rewards");
   check_like(rewards, mask, "mask");
   const int64_t sequences = cu.has_value() ? cu->numel() - 1 : rewards.size(0);
-  STD_TORCH_CHECK(sequences >= 0, "cu_seqlens must hold 0 and the end of each sequence");
+  STD_TORCH_CHECK(sequences >= 0 && (sequences > 0 || rewards.numel() == 0),
+                  "cu_seqlens must hold 0 and the end of each sequence");
   check_of_sequences(rewards, cu, sequences + 1, ScalarType::Long, "cu_seqlens");
   check_of_sequences(rewards, kept, sequences, ScalarType::Bool, "kept");
   check_of_sequences(rewards, lams, sequences, ScalarType::Double, "lams");
   check_of_sequences(rewards, critic_lams, sequences, ScalarType::Double, "critic_lams");
 
   const bool half = all_half(rewards, {&values, &kl, &ref});
-  const auto ready = [half](const Tensor& one) {
-    return torch::stable::contiguous(half ? one : torch::stable::to(one, ScalarType::Float));
-  };
+  const auto ready = [half](const Tensor& one) { return compact(half ? one : as_float(one)); };
   const auto maybe = [&ready](const MaybeTensor& one) { return one.has_value() ? MaybeTensor(ready(*one)) : one; };
   Prepared p;
   p.rewards = ready(rewards);
-  p.mask = torch::stable::contiguous(mask);
+  p.mask = compact(mask);
   p.values = maybe(values), p.kl = maybe(kl), p.ref = maybe(ref);
-  p.cu = contiguous(cu), p.kept = contiguous(kept), p.lams = contiguous(lams), p.critic_lams = contiguous(critic_lams);
+  p.cu = compact(cu), p.kept = compact(kept), p.lams = compact(lams), p.critic_lams = compact(critic_lams);
   p.advantages = torch::stable::new_empty(p.rewards, rewards.sizes(), ScalarType::Float);
   const int64_t none = 0, five = kStats;
   p.returns = values.has_value() ? torch::stable::new_empty(p.rewards, rewards.sizes(), ScalarType::Float)
@@ -216,7 +221,8 @@ inline void check_whiten(const Tensor& values, const Tensor& mask, const MaybeTe
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "mask must be bool");
   check_like(values, mask, "mask");
   const int64_t sequences = cu.has_value() ? cu->numel() - 1 : values.size(0);
-  STD_TORCH_CHECK(sequences >= 0, "cu_seqlens must hold 0 and the end of each sequence");
+  STD_TORCH_CHECK(sequences >= 0 && (sequences > 0 || values.numel() == 0),
+                  "cu_seqlens must hold 0 and the end of each sequence");
   check_of_sequences(values, cu, sequences + 1, ScalarType::Long, "cu_seqlens");
   check_of_sequences(values, kept, sequences, ScalarType::Bool, "kept");
   check_of_sequences(values, mean_std, 2, ScalarType::Double, "mean_std");
