@@ -131,9 +131,9 @@ def folder_faults(cfg: RunConfig, trains: bool = False) -> list[Fault]:
     if faults:
         return faults
     parent = nearest_folder(Path(cfg.trainer.run_dir))
-    size = 0 if cfg.trainer.save_freq == 0 else _saved_bytes(cfg)
+    size = 0 if cfg.trainer.model_freq == 0 else _saved_bytes(cfg)
     # The old save stays until the new one is complete.
-    need = 2 * size if cfg.trainer.save_freq > 0 else size
+    need = 2 * size if cfg.trainer.model_freq > 0 else size
     free = shutil.disk_usage(parent).free
     count = checkpoints_to_come(cfg) if trains else 0
     all_checkpoints = count * checkpoint_bytes(cfg)

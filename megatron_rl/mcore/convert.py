@@ -101,7 +101,7 @@ def own_params(model: Model, chunk: int, part: Part) -> list[LocalParam]:
     return chunk_params(model, pp_group().rank(), chunk, tp_group().rank(), expert_group().rank(), part)
 
 
-def _checked_parameters(model: Model, chunk: int) -> dict[str, torch.nn.Parameter]:
+def checked_parameters(model: Model, chunk: int) -> dict[str, torch.nn.Parameter]:
     """The chunk's parameters by name, compared with the table. Raises CheckpointError naming each difference."""
     held = dict(model.bare_chunks[chunk].named_parameters())
     parts: tuple[Part, ...] = ("weights", "adapters")
@@ -135,7 +135,7 @@ def load_hf(model: Model, open_source: Callable[[], WeightSource], part: Part = 
     reader = _Reader(open_source, tensor_shapes(model, part)) if reads else None
     _refuse_faults(reader)
     for chunk in range(model.parallel.vpp):
-        held = _checked_parameters(model, chunk)
+        held = checked_parameters(model, chunk)
         for param in own_params(model, chunk, part):
             beat(f"load of {param.name}")
             target, group = held[param.name].detach(), copies[param.expert]
@@ -227,7 +227,7 @@ def export_hf(
         for stage in range(parallel.pp):
             held = None
             if stages.rank() == stage:
-                held = _checked_parameters(model, chunk)
+                held = checked_parameters(model, chunk)
             for shards in shards_of(model, stage, chunk, part):
                 # The last stage of a tied model holds a copy of the embedding, which was exported with the first stage.
                 if done.issuperset(_names(shards)):
@@ -279,13 +279,19 @@ def _gathered(
         torch.distributed.all_gather(parts, local.contiguous(), group=group)
     whole = {name: local.new_empty(shapes[name]) for name in _names(shards)}
     for shard, part in zip(shards[: len(parts)], parts, strict=True):
-        at, part = 0, flat_rows(part)
-        for block in shard.blocks:
+        lay(shard, part, whole)
+    return whole
+
+
+def lay(shard: LocalParam, values: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> None:
+    """A shard's numbers into the HF tensors that it is a part of; those of tensors not in `whole` are left out."""
+    at, rows = 0, flat_rows(values)
+    for block in shard.blocks:
+        if block.hf_name in whole:
             target = whole[block.hf_name][slice(*block.rows)]
             target = target if block.cols is None else target[:, slice(*block.cols)]
-            target.copy_(part[at : at + block.num_rows])
-            at += block.num_rows
-    return whole
+            target.copy_(rows[at : at + block.num_rows])
+        at += block.num_rows
 
 
 def _from_stage(

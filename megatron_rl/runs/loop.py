@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.flow.run import During
 from megatron_rl.runs.checkpoints import Checkpoint, StateStore
+from megatron_rl.runs.model_saves import ModelStore
 from megatron_rl.runs.state import RunState, Stateful
 from megatron_rl.runs.trainer import StepResult
 from megatron_rl.runs.validation import Validation
@@ -16,7 +17,7 @@ from megatron_rl.runs.validation import Validation
 StepT = TypeVar("StepT")
 
 
-class LoopTrainer(StateStore, Protocol[StepT]):
+class LoopTrainer(StateStore, ModelStore, Protocol[StepT]):
     """One algorithm with its data and workers (runs/trainer.py). StepT: a step under way."""
 
     @property
@@ -40,7 +41,6 @@ class LoopTrainer(StateStore, Protocol[StepT]):
         ...
 
     def stateful(self) -> Mapping[str, Stateful]: ...
-    def save(self, path: str) -> None: ...
     def close(self) -> None: ...
     def summary(self) -> Sequence[str]:
         """What was read, for the run's first lines."""

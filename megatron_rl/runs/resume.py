@@ -206,7 +206,7 @@ def _is_over(cfg: RunConfig, checkpoint: Checkpoint, folder: Path) -> bool:
         # trainer.target_loss ended it.
         changed = {one.key for one in differences(checkpoint.state["config"], cfg)}
         goes_on = goes_on and "trainer.target_loss" in changed
-    is_saved = cfg.trainer.save_freq == 0 or (folder / "final").is_dir()
+    is_saved = cfg.trainer.model_freq == 0 or (folder / "final").is_dir()
     return not goes_on and is_saved and Row.of(checkpoint).is_in(folder / METRICS_FILE)
 
 

@@ -33,6 +33,7 @@ from megatron_rl.runs.closing import closing, failure_of
 from megatron_rl.runs.files import RunFiles, sample_lines
 from megatron_rl.runs.folder import RunFolder, claim, remove_run, remove_unfinished
 from megatron_rl.runs.loop import Loop, LoopTrainer, OneStep, StepT, synchronous
+from megatron_rl.runs.model_saves import ModelSaves
 from megatron_rl.runs.restarts import Restarts
 from megatron_rl.runs.resume import VALIDATED, Row, Start
 from megatron_rl.runs.state import RunState
@@ -181,6 +182,7 @@ class _Life(Generic[StepT]):
         self._status = run.status
         self._files = RunFiles(run.folder.path, cfg)
         self._checkpoints = Checkpoints(run.folder.path, cfg.checkpoint, trainer, run.progress.say, self._tell_checkpoint)
+        self._models = ModelSaves(trainer, run.progress.say)
         self._limit = TimeLimit(cfg.trainer.max_time)
         self._time_is_over = False
         self._start = time.perf_counter()
@@ -220,8 +222,7 @@ class _Life(Generic[StepT]):
                     if self._step(step, one_step):
                         break
                     advance(1)
-            with stop.held(), self._status.during("save"):
-                self._checkpoints.finish()
+            self._finish_saves()
         except Exception as error:
             self._keep_what_is_under_way(error)
             raise
@@ -244,12 +245,12 @@ class _Life(Generic[StepT]):
             yield step
 
     def _keep_what_is_under_way(self, error: Exception) -> None:
-        """Let a checkpoint that is under way become whole, where the ranks still answer."""
-        if isinstance(error, ClusterError | P2PError):
+        """Let saves that are under way become whole, where the ranks still answer."""
+        if isinstance(error, ClusterError | P2PError) or self._models.has_failed:
             return
-        further = failure_of(self._checkpoints.finish)
+        further = failure_of(self._finish_saves)
         if further is not None:
-            error.add_note(f"the checkpoint under way is lost: {further}")
+            error.add_note(f"what was being saved is lost: {further}")
 
     def _validates_first(self) -> bool:
         trainer = self._cfg.trainer
@@ -270,9 +271,11 @@ class _Life(Generic[StepT]):
         made = f"its checkpoint is {path}" if path else "its checkpoint could not be written"
         if cfg.checkpoint.freq == 0:
             made = "checkpoint.freq is 0, so no checkpoint is kept"
-        if self._saved is None and cfg.trainer.save_freq != 0:
-            self._save(self._folder.path / f"global_step_{step}" / "actor")
-        kept = f"its weights are in {self._saved}" if self._saved else "trainer.save_freq is 0, so no weights are kept"
+        self._finish_saves()
+        if self._saved is None and cfg.trainer.model_freq != 0:
+            self._save(self._folder.path / f"global_step_{step}" / "actor", background=False)
+        off = "trainer.save_freq is 0" if cfg.trainer.save_hf else "trainer.save_hf is false"
+        kept = f"its weights are in {self._saved}" if self._saved else f"{off}, so no weights are kept"
         return Stopped(f"{who} after step {step}: {made}; {kept}", can_go_on=path is not None)
 
     def _stopped_before_a_step(self, who: str) -> Stopped:
@@ -285,9 +288,17 @@ class _Life(Generic[StepT]):
         text = f"{who} before step {before + 1} was complete: the newest checkpoint is still {checkpoint.path}"
         return Stopped(text, can_go_on=True)
 
+    def _finish_saves(self) -> None:
+        """Wait for what is being written. The model comes first: a checkpoint that is whole says that the models of its
+        step and of those before are, too.
+        """
+        with stop.held(), self._status.during("save"):
+            self._models.finish()
+            self._checkpoints.finish()
+
     def _checkpoint_of(self, step: int) -> Path | None:
         """The step's checkpoint, written now if it is not there."""
-        self._checkpoints.finish()
+        self._finish_saves()
         last = self._checkpoints.last
         return last if last and step_of(last) == step else self._checkpoints.begin(step, self._snapshot, False)
 
@@ -362,7 +373,9 @@ class _Life(Generic[StepT]):
         """One step with its saves, validation and samples; whether it was the last."""
         cfg, trainer, began = self._cfg, self._trainer, time.perf_counter()
         with stop.held():
-            self._checkpoints.poll()
+            # A checkpoint waits for the model before it.
+            if self._models.poll():
+                self._checkpoints.poll()
         with stop.one_step():
             result = one_step(step)
             metrics = result.metrics
@@ -378,7 +391,7 @@ class _Life(Generic[StepT]):
             self._snapshot = {**self._static, **resume.step_facts(self._state.state(), row), "is_last": last}
         if "console" in cfg.trainer.logger and _shown(cfg, step, last):
             self._progress.say(step_line(step, trainer.total_steps, metrics))
-        # Saved first: an error in validation costs no weights. A checkpoint that is whole says that the model is, too.
+        # Saved first: an error in validation costs no weights.
         self._save_if_due(step, last)
         if _due_for_checkpoint(cfg, step, last):
             with stop.held(), self._status.during("save"):
@@ -390,24 +403,23 @@ class _Life(Generic[StepT]):
         self._restarts.step_done(step)
         self._limit.note_step(time.perf_counter() - began)
         self._limit.note_save("checkpoint", self._checkpoints.longest_s)
+        self._limit.note_save("model", self._models.longest_s)
         return last
 
     def _save_if_due(self, step: int, last: bool) -> None:
-        frequency = self._cfg.trainer.save_freq
+        background, frequency = self._cfg.checkpoint.async_save, self._cfg.trainer.model_freq
+        if _due_for_checkpoint(self._cfg, step, last):
+            # The checkpoint before becomes whole now, and its models come before it; this one's may take their time.
+            self._finish_saves()
         if frequency > 0 and step % frequency == 0:
-            self._save(self._folder.path / f"global_step_{step}" / "actor")
+            self._save(self._folder.path / f"global_step_{step}" / "actor", background)
         if last and frequency != 0:
-            self._save(self._folder.path / "final")
+            self._save(self._folder.path / "final", background)
 
-    def _save(self, path: Path) -> None:
-        start = time.perf_counter()
+    def _save(self, path: Path, background: bool) -> None:
         with stop.held(), self._status.during("save"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._trainer.save(str(path))
+            self._models.begin(path, background)
             self._saved = path
-        seconds = time.perf_counter() - start
-        self._limit.note_save("model", seconds)
-        self._progress.say(f"saved {path} in {seconds:.1f} s")
 
     def _validated(self, step: int) -> dict[str, float]:
         start = time.perf_counter()

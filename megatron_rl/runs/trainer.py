@@ -180,13 +180,21 @@ class Trainer:
         """What of the run has a state, by name."""
         return stateful_parts(self.parts)
 
-    def save(self, path: str) -> None:
-        """The actor in Hugging Face form, or its adapters in PEFT's; a critic in the folder `critic` beside it."""
+    def save(self, path: str, background: bool = False) -> None:
+        """See ModelStore. The actor, or its adapters in PEFT's form; a critic in the folder `critic` beside it."""
         group = self.parts.models.group
-        group.rank0(TrainWorker.save, "actor", path, saved_form(self.cfg))
+        group.rank0(TrainWorker.save, "actor", path, saved_form(self.cfg), background)
         if self.cfg.needs.critic:
             role: Role = "actor" if self.cfg.critic.share_backbone else "critic"
-            group.rank0(TrainWorker.save, role, str(Path(path).with_name("critic")), "value_model")
+            group.rank0(TrainWorker.save, role, str(Path(path).with_name("critic")), "value_model", background)
+
+    def models_done(self) -> bool:
+        """See ModelStore."""
+        return all(self.parts.models.group.all(TrainWorker.models_done))
+
+    def finish_models(self) -> None:
+        """See ModelStore."""
+        self.parts.models.group.all(TrainWorker.finish_models)
 
     def save_state(self, folder: str, background: bool) -> None:
         """See StateStore."""

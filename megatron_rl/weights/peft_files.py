@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,7 +17,8 @@ from megatron_rl.models.layouts import Block
 from megatron_rl.models.lora import Adapters
 from megatron_rl.models.peft_config import CONFIG_NAME, WEIGHTS_NAME, adapter_config
 from megatron_rl.weights.companions import open_to_umask
-from megatron_rl.weights.safetensors import opened, replace_folder
+from megatron_rl.weights.model_folder import cleared, replace_folder, staging_of
+from megatron_rl.weights.safetensors import opened
 
 PREFIX = "base_model.model."
 """What PEFT's names of tensors begin with."""
@@ -107,16 +106,9 @@ def write_adapter(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], adapt
     """A folder of an adapter, which takes its place once it is whole: an earlier save stays until then. CheckpointError
     if it cannot be written.
     """
-    mark = uuid.uuid4().hex[:8]
-    staging = path.with_name(f".{path.name}.{mark}.writing")
-    try:
+    staging = staging_of(path)
+    with cleared(path, staging):
         staging.mkdir(parents=True)
         write_adapter_files(staging, tensors, adapters, base)
         open_to_umask(staging)
-        replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
-    except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        if isinstance(error, OSError):
-            text = f"{path}: could not be written ({error}); an earlier save there is intact"
-            raise CheckpointError(text) from error
-        raise
+        replace_folder(staging, path)

@@ -1,30 +1,21 @@
-"""Reading and writing a Hugging Face model folder, slice by slice."""
+"""Reading a Hugging Face model folder, slice by slice."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
 from megatron_rl.models.layouts import Block
-from megatron_rl.models.stacks import Member, member_of, unstacked_shapes
+from megatron_rl.models.stacks import Member, member_of
 from megatron_rl.models.weight_files import INDEX_NAME, is_derived, misfit, read_weight_files, tensor_faults
-from megatron_rl.observe.beat import beat
-from megatron_rl.weights.companions import copy_companions, open_to_umask, set_chat_template
-from megatron_rl.weights.end_token import name_end_token
 from megatron_rl.weights.headers import derived_fault
-from megatron_rl.weights.stacks import stacked
 
 _SHOWN = 20
 _PRECISIONS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -219,122 +210,3 @@ def finite_tensors(source: SafetensorsSource, dtype: torch.dtype) -> Iterator[tu
                 bad[name] = source.place(name)
         yield name, tensor
     refuse_nonfinite(bad)
-
-
-def write_model(
-    path: str | Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    companions_from: str | Path,
-    tokenizer_from: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    config_changes: Mapping[str, Any] | None = None,
-    eos_token: str | None = None,
-    chat_template: str | None = None,
-    verify: Callable[[Path], None] | None = None,
-    max_shard_bytes: int = 4 << 30,
-) -> None:
-    """Write a complete HF folder: shards of at most max_shard_bytes, index, config, tokenizer.
-
-    config_changes: entries of config.json that differ from companions_from's. eos_token: the end token that all files
-    name, in place of the tokenizer's. chat_template: in place of the tokenizer's. verify: looks at the folder before it
-    takes its place; a CheckpointError of it leaves the folder where it is, and is raised with the place.
-
-    Everything goes to a folder beside `path` that takes its place at the end, so a failure (a full disk) leaves an
-    earlier save as it was. Raises CheckpointError then.
-    """
-    path = Path(path)
-    mark = uuid.uuid4().hex[:8]
-    # A name of its own: what others call NAME.writing is theirs.
-    staging = path.with_name(f".{path.name}.{mark}.writing")
-    try:
-        staging.mkdir(parents=True)
-        written = _write_shards(staging, tensors, max_shard_bytes)
-        changes = dict(config_changes or {}) | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
-        copy_companions(staging, Path(companions_from), Path(tokenizer_from or companions_from), changes)
-        if chat_template is not None:
-            set_chat_template(staging, chat_template)
-        if eos_token is not None:
-            name_end_token(staging, eos_token)
-        open_to_umask(staging)
-        SafetensorsSource(staging).check(unstacked_shapes(written))
-        if verify is not None:
-            _verified(staging, verify)
-        replace_folder(staging, path, path.with_name(f".{path.name}.{mark}.old"))
-    except _UnverifiedError:
-        raise
-    except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            text = f"{path}: could not be written ({error}); an earlier save there is intact"
-            raise CheckpointError(text) from error
-        raise
-
-
-class _UnverifiedError(CheckpointError):
-    """The folder was written completely, but its verification failed."""
-
-
-def _verified(staging: Path, verify: Callable[[Path], None]) -> None:
-    try:
-        verify(staging)
-    except CheckpointError as error:
-        raise _UnverifiedError(f"{error}; what was written is kept at {staging}") from error
-
-
-def _write_shards(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> dict[str, tuple[int, ...]]:
-    """Write the tensors; returns their names and shapes."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    shards: list[dict[str, torch.Tensor]] = []
-    shard_of: dict[str, int] = {}
-    pending: dict[str, torch.Tensor] = {}
-    pending_bytes = total = 0
-
-    def flush() -> None:
-        nonlocal pending, pending_bytes
-        beat(f"write of shard {len(shards) + 1}")
-        save_file(pending, str(folder / f"shard-{len(shards):05d}"), metadata={"format": "pt"})
-        shard_of.update(dict.fromkeys(pending, len(shards)))
-        shards.append({})
-        pending, pending_bytes = {}, 0
-
-    for name, tensor in stacked(tensors):
-        beat(f"write of {name}")
-        size = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + size > max_bytes:
-            flush()
-        pending[name] = tensor.detach().cpu().contiguous().clone()
-        shapes[name] = tuple(tensor.shape)
-        pending_bytes += size
-        total += size
-    flush()
-    if len(shards) == 1:
-        (folder / "shard-00000").rename(folder / "model.safetensors")
-        return shapes
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, final in enumerate(names):
-        (folder / f"shard-{i:05d}").rename(folder / final)
-    weight_map = {name: names[i] for name, i in shard_of.items()}
-    (folder / INDEX_NAME).write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-    )
-    return shapes
-
-
-def replace_folder(staging: Path, path: Path, old: Path) -> None:
-    """Move `staging` to `path` after a sync to disk: some disks report only then that they are full."""
-    for file in filter(Path.is_file, staging.rglob("*")):
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    if not path.exists() or not any(path.iterdir()):
-        staging.rename(path)
-        return
-    path.rename(old)
-    try:
-        staging.rename(path)
-    except BaseException:
-        old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -5,7 +5,8 @@ by piece. So a file is never in memory, and its checksum is made while it is wri
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,8 +14,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.models.weight_files import SINGLE_NAME
+from megatron_rl.observe.beat import beat
 from megatron_rl.types import FileMark
-from megatron_rl.weights.marked_files import MarkedFile
+from megatron_rl.weights.marked_files import MarkedFile, naming
 
 _NAMES = {
     torch.float64: "F64",
@@ -39,6 +41,10 @@ class TensorEntry:
         return prod(self.shape) * self.dtype.itemsize
 
 
+Files = Mapping[str, Sequence[TensorEntry]]
+"""file -> the tensors in it, in their order"""
+
+
 def cut_to_size(entries: Iterable[TensorEntry], max_bytes: int) -> list[tuple[TensorEntry, ...]]:
     """The entries in their order, cut into files of at most max_bytes; a larger tensor has a file of its own."""
     files: list[list[TensorEntry]] = [[]]
@@ -59,7 +65,7 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def index_of(files: Mapping[str, Sequence[TensorEntry]]) -> bytes:
+def index_of(files: Files) -> bytes:
     """The index of several files: tensor -> its file, and the bytes of all."""
     total = sum(entry.num_bytes for entries in files.values() for entry in entries)
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
@@ -111,3 +117,16 @@ class ShardFile:
     def close(self) -> None:
         """Close the file as it is."""
         self._file.close()
+
+
+def write_files(folder: Path, files: Files, tensor_of: Callable[[TensorEntry], torch.Tensor]) -> None:
+    """Files of whole tensors, one after another, on the disk when this returns. tensor_of: is asked for each of them
+    once, and gives it on the CPU. Raises CheckpointError that names the file which cannot be written.
+    """
+    for name, entries in files.items():
+        path = folder / name
+        with naming(path, "written"), closing(ShardFile(path, entries)) as file:
+            for entry in file.entries:
+                beat(f"write of {entry.name}")
+                file.append(entry, tensor_of(entry))
+            file.finish()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,8 @@ from megatron_rl.weights.dcp import (
 from megatron_rl.weights.marked_files import file_faults, naming, sync_folder, write_file
 from megatron_rl.workers.records import Role
 
+ResultT = TypeVar("ResultT")
+
 RANKS = "ranks"
 Marks = dict[str, FileMark]
 """file, relative to the checkpoint's folder -> its mark"""
@@ -52,6 +54,14 @@ def refuse(faults: Sequence[str]) -> None:
     every = list(dict.fromkeys(fault for of_rank in gathered(faults) for fault in of_rank))
     if every:
         raise CheckpointError(first_of(every, 20, "\n"))
+
+
+def in_background(work: Callable[[], ResultT], name: str) -> Future[ResultT]:
+    """Do the work in a thread of its own. name: of the thread."""
+    pool = ThreadPoolExecutor(1, name, initializer=_give_way)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _give_way() -> None:
@@ -67,13 +77,6 @@ class _Work:
     rank: int
     models: Mapping[Role, tuple[WholeTensors, Iterable[Chunk]]]
     generators: bytes
-
-    def begin(self) -> Future[Written]:
-        """Write in a thread."""
-        with_thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way)
-        future = with_thread.submit(self.write)
-        with_thread.shutdown(wait=False)
-        return future
 
     def finished(self) -> Future[Written]:
         """Write now."""
@@ -123,7 +126,7 @@ class StateFiles:
             for role, state in models.items()
         }
         work = _Work(folder, self._rank, chunks, states.getvalue())
-        self._begun = work, work.begin() if background else work.finished()
+        self._begun = work, in_background(work.write, "checkpoint") if background else work.finished()
 
     @property
     def is_done(self) -> bool:

@@ -17,12 +17,15 @@ from megatron_rl.mcore.finite import refuse_bad_weights
 from megatron_rl.mcore.heads import columns_reader
 from megatron_rl.mcore.lora import attach, merged_values, without_adapters
 from megatron_rl.mcore.offload import Offload
+from megatron_rl.mcore.save_plan import SavePlan
+from megatron_rl.mcore.saving import save_plan, saved_tensors
 from megatron_rl.mcore.step import forward, forward_columns, optimizer_step
 from megatron_rl.models import FAMILIES
 from megatron_rl.types import StepReport, TrainBatch
 from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource
 from megatron_rl.weights.peft_files import AdapterFile, NewAdapters
 from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource, WeightSource
+from megatron_rl.weights.shard_files import TensorEntry
 from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.records import Read, RolePlan, SavedForm
 
@@ -139,9 +142,21 @@ class TrainedModel:
         """
         if form == "adapter":
             return export_hf(self.model, dtype, part="adapters")
-        dropped = frozenset(VALUE_HEAD if form == "language_model" else lm_head_shapes(self.model.shape))
+        dropped = self._dropped(form)
         tensors = export_hf(self.model, dtype, merged_values(self.model))
         return ((name, tensor) for name, tensor in tensors if name not in dropped)
+
+    def save_plan(self, form: SavedForm, shard_bytes: int) -> SavePlan:
+        """Which rank writes which tensors of a whole model into which file; the same on all ranks."""
+        return save_plan(self.model, self._dropped(form), shard_bytes)
+
+    def saved_tensors(self, plan: SavePlan, timeout_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """The tensors that this rank writes, with adapters merged in. A collective; see mcore.saving.saved_tensors."""
+        return saved_tensors(self.model, plan, merged_values(self.model), timeout_s)
+
+    def _dropped(self, form: SavedForm) -> frozenset[str]:
+        """The head that the form does not have."""
+        return frozenset(VALUE_HEAD if form == "language_model" else lm_head_shapes(self.model.shape))
 
     def adapters(self) -> dict[str, torch.Tensor]:
         """The adapters, whole, by Hugging Face's names, on every rank; empty if there are none. As export."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,18 +12,16 @@ import torch
 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import MicroBatches
-from megatron_rl.errors import FlowError, MegatronRLError
+from megatron_rl.errors import FlowError
 from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import quiet_libraries, setup_logging
 from megatron_rl.parallel.collectives import adder
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.types import Column, FileMark
-from megatron_rl.weights.dtypes import DTYPES
-from megatron_rl.weights.heads import token_classifier_config
 from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.phases import PhaseName, RankMemory
-from megatron_rl.workers.records import ModelColumn, Read, Role, RolePlan, SavedForm, TrainPlan, UpdateResult
+from megatron_rl.workers.records import ModelColumn, Read, Role, SavedForm, TrainPlan, UpdateResult
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.checkpoint import SavedState
@@ -54,6 +52,7 @@ class TrainWorker:
         from megatron_rl.parallel import groups
         from megatron_rl.workers.checkpoint import StateFiles
         from megatron_rl.workers.model import BaseModel, build_frozen, build_trained
+        from megatron_rl.workers.model_save import ModelFiles
 
         layout = plan.roles["actor"].parallel
         # Later than the controller's deadline, which names the ranks that others wait for.
@@ -64,6 +63,7 @@ class TrainWorker:
             device = torch.device("cuda", torch.cuda.current_device())
         self.batch = BatchWorker(cfg, adder(groups.dp_group()), has_columns=groups.ends_pipeline())
         self._state = StateFiles(rank, world, layout)
+        self._models = ModelFiles(rank, cfg)
         self.trained: dict[Role, TrainedModel] = {}
         self.frozen: dict[Role, FrozenModel | BaseModel] = {}
         for role, of_role in plan.roles.items():
@@ -132,19 +132,34 @@ class TrainWorker:
 
         return bound_layers(self._trained(role).model)
 
-    def save(self, role: Role, path: str, form: SavedForm = "language_model") -> str:
-        """A role's model as a Hugging Face folder at `path`, or its adapters as PEFT's, written by rank 0.
+    def save(self, role: Role, path: str, form: SavedForm = "language_model", background: bool = False) -> str:
+        """A role's model as a Hugging Face folder at `path`, or its adapters as PEFT's. Each rank writes files of what
+        it has, and the first one makes them a model. In the background: return once host memory has a copy (the bytes
+        of the files that the rank writes). The folder is there, and errors come, when finish_models is called.
 
         Weights that are not finite are not saved: NonFiniteError on all ranks, and an earlier save stays as it is.
+        CheckpointError on all ranks if a rank cannot write.
         """
         model = self._trained(role)
         self.enter("save", role)
         model.refuse_bad_weights(
             f"the {role}'s weights", f"{path} is not written; an earlier save there is intact", math.inf
         )
-        self._write(Path(path), model.export(form), self._plan.roles[role], form)
+        self._models.begin(model, Path(path), self._plan.roles[role], form, background)
         self.enter("between")
+        if not background:
+            self._models.finish()
         return path
+
+    def models_done(self) -> bool:
+        """Whether finish_models would not wait for this rank's files. No collective."""
+        return self._models.is_done
+
+    def finish_models(self) -> None:
+        """Wait for the models that are being saved, and give their folders their names. CheckpointError on all ranks if
+        a rank could not write one: it is not there then, and an earlier save stays.
+        """
+        self._models.finish()
 
     def save_state(self, folder: str, background: bool) -> None:
         """Begin a checkpoint of all trained models and of this rank's random generators. In the background: copy its
@@ -183,43 +198,6 @@ class TrainWorker:
     def _saved(self) -> dict[Role, SavedState]:
         return {role: model.saved for role, model in self.trained.items()}
 
-    def _write(self, path: Path, tensors: Iterator[tuple[str, torch.Tensor]], plan: RolePlan, form: SavedForm) -> None:
-        """Rank 0 writes a folder from an export that all ranks take part in."""
-        from megatron_rl.weights.peft_files import write_adapter
-        from megatron_rl.weights.safetensors import write_model
-        from megatron_rl.workers.saved import check_saved, run_renderer
-
-        failure: MegatronRLError | None = None
-        if self._rank == 0 and form == "adapter":
-            assert plan.adapters is not None
-            try:
-                write_adapter(path, tensors, plan.adapters, plan.weights)
-            except MegatronRLError as error:
-                failure = error
-        elif self._rank == 0:
-            model = self._cfg.model
-            head = token_classifier_config(plan.shape) if form == "value_model" else {}
-            try:
-                renderer = run_renderer(self._cfg, plan.weights)
-                write_model(
-                    path,
-                    tensors,
-                    companions_from=plan.weights,
-                    tokenizer_from=model.tokenizer_path or model.path,
-                    dtype=DTYPES[model.dtype],
-                    config_changes={**plan.changes, **head},
-                    eos_token=model.eos_token,
-                    chat_template=renderer.saved_template(),
-                    verify=lambda folder: check_saved(folder, renderer, self._cfg),
-                )
-            except MegatronRLError as error:
-                failure = error
-        # The export is a collective: every rank walks through all of it, also when rank 0's disk is full.
-        for _ in tensors:
-            pass
-        if failure is not None:
-            raise failure
-
     def _trained(self, role: Role) -> TrainedModel:
         if role not in self.trained:
             raise self._no_role(role)
@@ -231,7 +209,10 @@ class TrainWorker:
         return FlowError(f"no model of this run is a {role} that can do this; it has: {shown}")
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Finish the saves that are under way, and leave the process groups."""
         from megatron_rl.parallel import groups
 
-        groups.destroy()
+        try:
+            self._models.finish()
+        finally:
+            groups.destroy()

@@ -21,4 +21,5 @@ class CheckpointConfig:
     best_mode: Literal["max", "min"] = "max"
     """Whether the best value of keep_best is the largest or the smallest."""
     async_save: bool = True
-    """Write while training goes on, from a copy in host memory; the next checkpoint waits for it."""
+    """Write checkpoints, and the models of trainer.save_freq, while training goes on, from a copy in host memory. The
+    next one waits for it."""

@@ -35,6 +35,10 @@ class TrainerConfig:
     save_freq: Frequency = -1
     """Steps between saves of the model in Hugging Face form; -1 saves at the end only, 0 never. Checkpoints to resume
     from have keys of their own (checkpoint.freq)."""
+    save_hf: bool = True
+    """Save the model in Hugging Face form, as save_freq says; false leaves checkpoints alone (docs/convert.md)."""
+    save_shard_gb: PositiveFloat = 5.0
+    """Largest size of a file of a saved model, in GB (1e9 bytes). As many ranks write as there are files."""
     test_freq: Frequency = -1
     """Steps between validations; -1 validates at the end only (SFT: each epoch), 0 never."""
     val_before_train: bool = True
@@ -64,6 +68,11 @@ class TrainerConfig:
     """Loggers in addition to metrics.jsonl, which is always written."""
     num_logged_rollouts: NonNegativeInt = 4
     """Sample rollouts written to rollouts.jsonl each step."""
+
+    @property
+    def model_freq(self) -> int:
+        """Steps between saves of the model, as save_freq; 0 if there are none."""
+        return self.save_freq if self.save_hf else 0
 
     @property
     def run_dir(self) -> str:

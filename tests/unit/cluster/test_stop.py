@@ -51,9 +51,9 @@ class Slow(Steps):
     def validate(self, step):
         at(f"validation {step}")
         return super().validate(step)
-    def save(self, path):
+    def save(self, path, background=False):
         at(f"save {Path(path).name}")
-        super().save(path)
+        super().save(path, background)
     def close(self):
         print("closed", flush=True)
 

@@ -26,8 +26,8 @@ from megatron_rl.runs.folder import LOCK_FILE, claim
 from megatron_rl.runs.trainer import StepResult
 from megatron_rl.runs.validation import Validation
 from megatron_rl.types import FileMark
-from megatron_rl.weights.safetensors import write_model
 from tests.helpers.config import faults, load
+from tests.helpers.save import write_model
 
 NAME, ROOT = "trainer.experiment_name", "trainer.default_local_dir"
 
@@ -345,6 +345,7 @@ class Steps:
 
     def __init__(self, cfg: RunConfig, fails: str = "") -> None:
         self.fails, self.is_closed = fails, False
+        self.saving: list[tuple[Path, str]] = []
 
     def start(self, checkpoint: Checkpoint | None = None) -> None:
         if self.fails == "data":
@@ -390,9 +391,22 @@ class Steps:
         data = (self.writes / "actor" / "weights").read_bytes()
         return {"actor/weights": FileMark(len(data), zlib.crc32(data))}
 
-    def save(self, path: str) -> None:
-        Path(path).mkdir(exist_ok=True)
-        (Path(path) / "model.safetensors").write_text("weights")
+    def save(self, path: str, background: bool = False) -> None:
+        self.saving.append((Path(path), self.weights_text()))
+        if not background:
+            self.finish_models()
+
+    def weights_text(self) -> str:
+        return "weights"
+
+    def models_done(self) -> bool:
+        return True
+
+    def finish_models(self) -> None:
+        while self.saving:
+            path, text = self.saving.pop(0)
+            path.mkdir(exist_ok=True)
+            (path / "model.safetensors").write_text(text)
 
     def close(self) -> None:
         self.is_closed = True

@@ -21,9 +21,9 @@ from megatron_rl.rollout.engine import EngineSettings, Request, Sampling, check_
 from megatron_rl.rollout.fake import FakeEngine
 from megatron_rl.runs.summary import summary_lines
 from megatron_rl.types import Samples
-from megatron_rl.weights.safetensors import write_model
 from tests.helpers.config import only_fault
 from tests.helpers.data import CHATML, chat_folder, write_jsonl
+from tests.helpers.save import write_model
 
 Messages = list[dict[str, str]]
 USER = {"role": "user", "content": "4+5="}

@@ -62,9 +62,8 @@ class Weights(Steps):
             numbers = (checkpoint.path / "actor" / "weights").read_text().split()
             self.weight, self.published = map(int, numbers)
 
-    def save(self, path: str) -> None:
-        super().save(path)
-        (Path(path) / "model.safetensors").write_text(str(self.weight))
+    def weights_text(self) -> str:
+        return str(self.weight)
 
     def validate(self, step: int) -> Any:
         self.log.append(f"validate {step}")

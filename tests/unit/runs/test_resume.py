@@ -66,6 +66,14 @@ class Trained(Weights):
         self.at("finish_save")
         return super().finish_save()
 
+    def models_done(self) -> bool:
+        # Models take longer to write than checkpoints.
+        return False
+
+    def finish_models(self) -> None:
+        self.at("finish_models")
+        super().finish_models()
+
 
 def config(folder: Path, *more: str) -> RunConfig:
     own = [f"trainer.default_local_dir={folder / 'runs'}", "trainer.experiment_name=a", "trainer.save_freq=2"]
@@ -163,6 +171,47 @@ def test_a_run_killed_at_any_change_of_its_folder_goes_on_to_the_same_end(
             assert not list((folder / "runs").rglob("*.writing")), number
         number += every
     assert ended == 0 and number > 60
+
+
+def test_a_model_that_cannot_be_written_ends_the_run_and_no_checkpoint_says_that_it_was(
+    tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    """It is written beside step 5; the error comes when step 6 wants to save."""
+    cfg, places = config(tmp_path), list[str]()
+
+    def fails(there: str) -> None:
+        places.append(there)
+        if there == "finish_models" and places.count(there) == 2:
+            raise CheckpointError("model: could not be written (rank 1: disk full); an earlier save there is intact")
+
+    with pytest.raises(CheckpointError, match="rank 1: disk full"):
+        train(cfg, at=fails)
+    assert places[-2:] == ["take 6", "finish_models"], "training went on beside the save"
+    folder = tmp_path / "runs" / "a"
+    assert [path.name for path in checkpoint_folders(folder)] == ["step_000002"]
+    assert {path.name for path in folder.glob("global_step_*")} == {"global_step_2", "global_step_4"}
+    assert not list((folder / "global_step_4").iterdir())
+    train(cfg)
+    assert outcome(folder) == unbroken
+
+
+@pytest.mark.parametrize("freq", [1, 2])
+@pytest.mark.parametrize("place", ["take 4", "take 6"])
+def test_a_checkpoint_is_whole_no_sooner_than_the_models_before_it(
+    tmp_path: Path, unbroken: dict[str, Any], place: str, freq: int
+) -> None:
+    """The model of step 2 is still being written in step 3, and so is the checkpoint of step 2 then."""
+
+    def die(there: str) -> None:
+        if there == place:
+            os._exit(9)
+
+    cfg = config(tmp_path, f"checkpoint.freq={freq}", "trainer.overwrite=replace")
+    assert killed(lambda: train(cfg, at=die)) == 9
+    saved = {step_of(path) for path in checkpoint_folders(tmp_path / "runs" / "a")}
+    assert all((tmp_path / f"runs/a/global_step_{step}/actor/model.safetensors").exists() for step in saved if step % 2 == 0)
+    train(cfg)
+    assert outcome(tmp_path / "runs" / "a") == unbroken
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -20,8 +20,9 @@ from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import hf_shapes, megatron_params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.weights.safetensors import INDEX_NAME, RandomSource, SafetensorsSource, write_model
+from megatron_rl.weights.safetensors import INDEX_NAME, RandomSource, SafetensorsSource
 from tests.helpers.oddities import oddities
+from tests.helpers.save import write_model
 from tests.helpers.tiling import check_tiling
 from tests.helpers.tiny import save_tiny
 

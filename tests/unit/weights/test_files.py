@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from megatron_rl.errors import CheckpointError, RolloutError
 from megatron_rl.models.stages import stage_layers
 from megatron_rl.rollout.engine import whole_update
-from megatron_rl.weights.safetensors import SafetensorsSource, write_model
+from megatron_rl.weights.safetensors import SafetensorsSource
 from megatron_rl.workers.saved import check_saved, rehearse, run_renderer
 from tests.helpers.config import make_model, write
 from tests.helpers.data import CHATML, chat_folder
+from tests.helpers.save import write_model
 
 SHAPES = {"model.norm.weight": (4,), "lm_head.weight": (2, 4)}
 INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"

@@ -14,8 +14,9 @@ from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.layouts import Block
 from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.stacks import stacked_shapes, unstacked_shapes
-from megatron_rl.weights.safetensors import SafetensorsSource, write_model
+from megatron_rl.weights.safetensors import SafetensorsSource
 from megatron_rl.weights.stacks import stacked
+from tests.helpers.save import write_model
 from tests.helpers.tiny import save_tiny
 
 LAYER = "model.layers.0.mlp.experts"
