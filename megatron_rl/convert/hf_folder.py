@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.convert.source import Conversion, row_pieces
+from megatron_rl.convert.source import Conversion, precisions, row_pieces
 from megatron_rl.convert.staging import Staging
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
@@ -42,11 +42,10 @@ class HfPlan:
 
 def plan_hf(conversion: Conversion, dtype: torch.dtype | None, shard_bytes: int) -> HfPlan:
     """The files of a model. dtype: None leaves the choice to the source."""
-    dtype = dtype or conversion.dtype
+    kinds = precisions(conversion, dtype)
     first = {stack: names[0] for stack, names in by_stack(conversion.shapes)}
     entries = [
-        TensorEntry(name, shape, dtype or conversion.weights.dtype(first[name]))
-        for name, shape in stacked_shapes(conversion.shapes).items()
+        TensorEntry(name, shape, kinds[first[name]]) for name, shape in stacked_shapes(conversion.shapes).items()
     ]
     files = cut_to_size(entries, shard_bytes)
     by_bytes: Counter[torch.dtype] = Counter()

@@ -19,11 +19,12 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.changes import laid_over
 from megatron_rl.models.config_json import inspect_fields, inspect_model
 from megatron_rl.models.layouts import Block
-from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.rules import constants, hf_shapes
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.dcp import METADATA, Chunk, SavedTensors, tensor_differences
 from megatron_rl.weights.dtypes import DTYPES
+from megatron_rl.weights.safetensors import RandomSource, SafetensorsSource, WeightSource
 
 _WEIGHTS = "param"
 _STATE, _ACTOR = "state.json", "actor"
@@ -32,8 +33,9 @@ _STATE, _ACTOR = "state.json", "actor"
 class RunSource:
     """The float32 masters of a model in a checkpoint of `megatron-rl train`, in Hugging Face's names and shapes."""
 
-    def __init__(self, folder: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
-        self._saved = SavedTensors(folder)
+    def __init__(self, folder: Path, expected: Mapping[str, tuple[int, ...]], constant: WeightSource | None) -> None:
+        """expected: shapes of what is trained. constant: has what is not, and is therefore in no checkpoint."""
+        self._saved, self._trained, self._constant = SavedTensors(folder), expected, constant
         of = {name: shape for name, shape in self._saved.shapes.items() if name.startswith(f"{_WEIGHTS}/")}
         wanted = {f"{_WEIGHTS}/{name}": (shape, torch.float32) for name, shape in expected.items()}
         differences = tensor_differences(of, wanted, _WEIGHTS)
@@ -49,6 +51,9 @@ class RunSource:
 
     def read(self, block: Block) -> torch.Tensor:
         """See WeightSource."""
+        if block.hf_name not in self._trained:
+            assert self._constant is not None
+            return self._constant.read(block).float()
         cols = () if block.cols is None else (block.cols[1] - block.cols[0],)
         values = torch.empty((block.num_rows, *cols))
         offsets = (block.rows[0],) if block.cols is None else (block.rows[0], block.cols[0])
@@ -99,6 +104,9 @@ def from_megatron(path: Path, hf: Path | None) -> Conversion:
 def _of_run(path: Path, hf: Path | None) -> Conversion:
     state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
     model = cast("dict[str, Any]", state.get("config", {}).get("model", {}))
+    if (model.get("lora") or {}).get("rank"):
+        text = "is of adapters (model.lora), which are no model -- megatron-rl export CONFIG --checkpoint PATH --merge"
+        raise CheckpointError(f"{path}: {text}")
     folder = hf or Path(str(model.get("path", "")))
     if not folder.is_dir():
         raise CheckpointError(
@@ -109,15 +117,32 @@ def _of_run(path: Path, hf: Path | None) -> Conversion:
     shape, faults = inspect_fields(config, str(folder / "config.json"))
     if shape is None:
         raise CheckpointError(str(ConfigError(faults)))
-    weights = RunSource(path / _ACTOR, hf_shapes(shape, FAMILIES[shape.architecture]))
+    family = FAMILIES[shape.architecture]
+    shapes, constant = hf_shapes(shape, family), constants(shape, family)
+    source: WeightSource | None = None
+    if constant:
+        # As the run has them (workers/model.py): no update changes them.
+        drawn = RandomSource(0, shape.initializer_range)
+        source = drawn if model.get("init") == "random" else SafetensorsSource(folder)
+        source.check(shapes)
+    trained = {name: size for name, size in shapes.items() if name not in constant}
+    weights = RunSource(path / _ACTOR, trained, source)
     files = [path / _STATE, *sorted((path / _ACTOR).iterdir())]
     dtype = DTYPES.get(str(model.get("dtype")))
     made = _conversion(f"run checkpoint {path}", weights, shape, folder, files, dtype)
-    changed = [name for name, value in (("model.eos_token", model.get("eos_token")),) if value is not None]
-    template = state.get("config", {}).get("data", {}).get("chat_template")
+    tokenizer = folder if hf is not None else Path(str(model.get("tokenizer_path") or folder))
+    return replace(
+        made, config=config, notes=_notes(state), companions=lambda out: copy_companions(out, folder, tokenizer, None)
+    )
+
+
+def _notes(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the run says of its tokenizer that is not in the output."""
+    config = state.get("config", {})
+    changed = [f"model.{key}" for key in ("eos_token", "chat_template") if config.get("model", {}).get(key) is not None]
+    template = config.get("data", {}).get("chat_template")
     changed += ["data.chat_template"] if template not in (None, "tokenizer") else []
-    notes = (f"the run's {', '.join(changed)}: not in the output; megatron-rl export writes them",) if changed else ()
-    return replace(made, config=config, notes=notes)
+    return (f"the run's {', '.join(changed)}: not in the output; megatron-rl export writes them",) if changed else ()
 
 
 def _config(folder: Path) -> dict[str, Any]:

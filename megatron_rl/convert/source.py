@@ -13,7 +13,7 @@ from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import inspect_fields, read_config
 from megatron_rl.models.layouts import Block
-from megatron_rl.models.rules import hf_shapes
+from megatron_rl.models.rules import constants, hf_shapes
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.fp8 import ENTRY, BlockScaledSource, block_size
@@ -49,6 +49,17 @@ class Conversion:
     """What a reader should know of the output."""
     dtype: torch.dtype | None = None
     """The precision of the output if none is asked for; that of each tensor if this is None too."""
+
+
+def precisions(conversion: Conversion, asked: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Tensor -> its precision in the output. asked: None leaves the choice to the source. What is float32 in a model of
+    any precision (a router's bias, models/rules.py) is so here, unless each tensor keeps its own.
+    """
+    dtype, shape = asked or conversion.dtype, conversion.shape
+    if dtype is None:
+        return {name: conversion.weights.dtype(name) for name in conversion.shapes}
+    float32 = constants(shape, FAMILIES[shape.architecture])
+    return {name: torch.float32 if name in float32 else dtype for name in conversion.shapes}
 
 
 def from_hf(folder: Path) -> Conversion:

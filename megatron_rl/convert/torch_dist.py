@@ -19,7 +19,7 @@ import torch
 from megatron_rl.convert.hf_folder import finite, refuse_bad, write_companions
 from megatron_rl.convert.megatron_keys import DistKey, extra_states, key_of, layers_alike, refuse_form, whole_params
 from megatron_rl.convert.places import PlacedSource, Unit, places_of, units_of
-from megatron_rl.convert.source import Conversion
+from megatron_rl.convert.source import Conversion, precisions
 from megatron_rl.convert.staging import Staging
 from megatron_rl.errors import CheckpointError
 from megatron_rl.messages import first_of
@@ -157,10 +157,10 @@ def plan_torch_dist(
     alike, vocab = layers_alike(shape, family) and not numbered, -(-shape.vocab_size // vocab_multiple) * vocab_multiple
     tops: dict[str, list[tuple[DistKey, int, Block]]] = {}
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    keys: list[DistKey] = []
+    keys, kinds = list[DistKey](), precisions(conversion, dtype)
     for param in whole_params(shape, family):
         rows = vocab if param.name in (family.embedding.megatron, family.output.megatron) else 0
-        kind = dtype or conversion.dtype or conversion.weights.dtype(param.blocks[0].hf_name)
+        kind = kinds[param.blocks[0].hf_name]
         of_units: dict[Hashable, DistKey] = {
             unit: key_of(param, unit, shape, alike, unit.expert) for unit in units_of(param)
         }

@@ -37,6 +37,12 @@ def model_folder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
+def add_tokenizer(folder: str) -> None:
+    """The quick start's tokenizer into a model's folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(quickstart() / "model" / name, folder)
+
+
 def chat_folder(
     folder: Path,
     *,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.lora import Adapters
 from megatron_rl.weights.stacks import stacked
-from tests.helpers.data import quickstart
+from tests.helpers.data import add_tokenizer
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import save_tiny
 from tests.helpers.training import build, make_actor
@@ -110,8 +109,7 @@ def _check(tmp_path: Path, layout: str) -> None:
     lora, tied = layout.startswith("lora"), family == "qwen2"
     sizes = {"intermediate_size": 96, "num_key_value_heads": 4} if family in ("qwen2", "qwen3", "llama") else {}
     folder = save_tiny(tmp_path / "hf", family, tied=tied, layers=4, vocab=131, hidden_size=64, **sizes)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(quickstart() / "model" / file, folder)
+    add_tokenizer(folder)
     (out := tmp_path / "out").mkdir()
     ranks = run_ranks(world, _save, folder, axes, str(out), lora)
     wanted = run_ranks(1, _export, folder, lora)[0]
