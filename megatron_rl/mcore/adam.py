@@ -55,14 +55,18 @@ class FusedInterfaceAdam(torch.optim.Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(param)
                     state["exp_avg_sq"] = torch.zeros_like(param)
+            # The fused kernel, which wants its steps on the device, and adds 1 to each.
+            fused = bool(params) and params[0].is_cuda
+            device = params[0].device if fused else "cpu"
             adamw(
                 params,
                 [param.grad for param in params],
                 [self.state[param]["exp_avg"] for param in params],
                 [self.state[param]["exp_avg_sq"] for param in params],
                 [],
-                [torch.tensor(float(group["step"] - 1)) for _ in params],
-                foreach=True,
+                list(torch.full((len(params),), float(group["step"] - 1), device=device).unbind()),
+                foreach=not fused,
+                fused=fused,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

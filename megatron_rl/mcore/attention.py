@@ -6,6 +6,10 @@ sines are computed once a micro-batch (packing.py) and applied to all tokens at 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -15,17 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.mcore.packing import Packed
 from megatron_rl.mcore.sinks import flash_with_sinks
 from megatron_rl.models.rope import Rotation
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first rotary_dim numbers of [t, heads, head_dim] by [t, 1, rotary_dim]; in x's dtype, as transformers
-    and vLLM do.
-    """
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+from megatron_rl.ops.rotary import rotate
 
 
 def grouped_attention(
@@ -90,9 +84,6 @@ def varlen_attention(
     """torch's variable-length flash attention (CUDA, half precision). Arguments as grouped_attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    repeat = query.shape[1] // key.shape[1]
-    if repeat > 1:
-        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     # Flash attention takes values as wide as keys; those of latent attention are narrower.
     width, lacking = value.shape[-1], key.shape[-1] - value.shape[-1]
     value = torch.nn.functional.pad(value, (0, lacking)) if lacking else value
@@ -100,10 +91,15 @@ def varlen_attention(
         return flash_with_sinks(query, key, value, sinks, packed, scale, window)[..., :width]
     out = varlen_attn(
         query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-        scale=scale, window_size=(window - 1, 0),
+        scale=scale, window_size=(window - 1, 0), **_shared_heads(varlen_attn),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out[..., :width]
+
+
+def _shared_heads(attention: Callable[..., object]) -> dict[str, Any]:
+    """What says that query heads share key heads: nothing in torch 2.11, whose kernels take that unasked."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
 
 class PackedAttention(MegatronModule):
@@ -150,7 +146,7 @@ class PackedAttention(MegatronModule):
         packed = packed_seq_params
         assert isinstance(packed, Packed), "sequences come packed (mcore.packing.pack)"
         if self.rotation is not None:
-            query, key = (apply_rotary(x, *packed.rotary[self.rotation]) for x in (query, key))
+            query, key = rotate(query, key, *packed.rotary[self.rotation])
         if packed.kv_group is not None:
             # Forward gathers along the tokens, backward adds the gradients up and hands each rank its part.
             key, value = (gather_from_sequence_parallel_region(x, True, packed.kv_group) for x in (key, value))

@@ -18,11 +18,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.mcore.attention import PackedAttention, apply_rotary
+from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.mcore.packing import Packed
 from megatron_rl.models.rope import Rotation
 from megatron_rl.models.shape import Latent
+from megatron_rl.ops.rotary import apply_rotary
 
 
 class WholeLinear(torch.nn.Module):

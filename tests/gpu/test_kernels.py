@@ -68,6 +68,88 @@ def test_the_forward_pass_needs_an_eighth_of_the_whole_logits() -> None:
     assert extra <= 8192 * VOCAB * 4 / 8
 
 
+def _same(ours: torch.Tensor, torchs: torch.Tensor) -> None:
+    """Equal in half precision, where both round alike; else to float32's last digits."""
+    assert ours.dtype == torchs.dtype and ours.shape == torchs.shape
+    if ours.dtype == torch.float32:
+        assert torch.allclose(ours, torchs, rtol=1e-5, atol=1e-6)
+    else:
+        # exp() of the two differs in its last digit, which rarely moves a rounding.
+        assert (ours != torchs).float().mean() < 1e-3
+        assert torch.allclose(ours.float(), torchs.float(), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_equals_torchs_forward_and_backward(dtype: torch.dtype) -> None:
+    from megatron_rl.ops.gated import plain_swiglu, swiglu
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    for shape in ((37, 1, 2 * 4864), (5, 2 * 11), (0, 2 * 16)):
+        rows = (3 * torch.randn(shape, generator=generator, device="cuda")).to(dtype).requires_grad_()
+        ours, torchs = swiglu(rows), plain_swiglu(rows)
+        grad = torch.randn(ours.shape, generator=generator, device="cuda").to(dtype)
+        _same(ours, torchs)
+        _same(*(torch.autograd.grad(out, rows, grad)[0] for out in (ours, torchs)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [64, 32, 24])
+def test_rope_equals_torchs_forward_and_backward(dtype: torch.dtype, rotary_dim: int) -> None:
+    """Queries and keys are views of one product's output; a part of the head may stay as it is."""
+    from megatron_rl.ops.rotary import apply_rotary, rotate
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    mixed = torch.randn(77, 9, 64, generator=generator, device="cuda").to(dtype).requires_grad_()
+    angle = 100 * torch.rand(77, 1, rotary_dim // 2, generator=generator, device="cuda")
+    cos, sin = (torch.cat([half, half], -1) for half in (angle.cos(), angle.sin()))
+    found = []
+    for turn in (rotate, lambda q, k, c, s: (apply_rotary(q, c, s), apply_rotary(k, c, s))):
+        query, key = turn(mixed[:, :6], mixed[:, 6:8], cos, sin)
+        grads = torch.autograd.grad((query, key), mixed, (query.detach() * 2, key.detach() - 1))
+        found.append((query, key, *grads))
+    for ours, torchs in zip(*found, strict=True):
+        _same(ours, torchs)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_flash_attention_shares_key_heads(window: int) -> None:
+    """Two key heads of six query heads equal these keys written out for each, forward and backward."""
+    from megatron_rl.mcore.attention import varlen_attention
+    from megatron_rl.mcore.packing import Packed
+
+    ends = torch.tensor([0, 5, 45, 130], dtype=torch.int32, device="cuda")
+    packed = Packed(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=85, max_seqlen_kv=85)
+    generator = torch.Generator("cuda").manual_seed(0)
+    mixed = torch.randn(130, 10, 64, generator=generator, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn(130, 6, 64, generator=generator, device="cuda").bfloat16()
+    found = []
+    for repeat in (1, 3):
+        key, value = (mixed[:, at : at + 2].repeat_interleave(repeat, dim=1) for at in (6, 8))
+        out = varlen_attention(mixed[:, :6], key, value, packed, 0.2, window)
+        found.append((out, *torch.autograd.grad(out, mixed, grad)))
+    for ours, written in zip(*found, strict=True):
+        assert (ours.float() - written.float()).norm() / written.float().norm() < 1e-2
+
+
+def test_fused_adamw_equals_torchs() -> None:
+    from megatron_rl.mcore.adam import FusedInterfaceAdam
+
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(size, generator=generator) for size in (1000, 7)]
+    grads = [[torch.randn(size, generator=generator) for size in (1000, 7)] for _ in range(5)]
+    found = []
+    for device in ("cpu", "cuda"):
+        params = [torch.nn.Parameter(one.to(device)) for one in start]
+        optimizer = FusedInterfaceAdam(params, lr=1e-2, weight_decay=0.1)
+        for step in grads:
+            for param, grad in zip(params, step, strict=True):
+                param.grad = grad.to(device)
+            optimizer.step()
+        found.append([param.detach().cpu() for param in params])
+    for ours, torchs in zip(*found, strict=True):
+        assert torch.allclose(ours, torchs, rtol=1e-5, atol=1e-6)
+
+
 def test_batched_copies_write_every_pair_and_nothing_else() -> None:
     """Pairs in one piece, of odd sizes, at odd addresses, of columns, and of two dtypes; twice, with other values."""
     from megatron_rl.ops.copies import CopyBatch

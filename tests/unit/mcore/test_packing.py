@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.mcore.attention import PackedAttention, apply_rotary, grouped_attention
+from megatron_rl.mcore.attention import PackedAttention, grouped_attention
 from megatron_rl.mcore.packing import MicroBatch, pack, plan_groups, rotary, zigzag_layout
 from megatron_rl.models.rope import Rope, Rotation
+from megatron_rl.ops.rotary import apply_rotary
 from megatron_rl.types import TrainBatch
 
 CPU = torch.device("cpu")

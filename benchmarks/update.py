@@ -1,0 +1,151 @@
+"""Tokens a second, model FLOP utilisation and memory of the trainer's update. Prints one table.
+
+    python -m benchmarks.update                                    # a small model on the CPU, float32
+    python -m benchmarks.update --device cuda                      # a GRPO step's tokens, and SFT at 8k and 16k
+    python -m benchmarks.update --device cuda --only grpo --profile
+
+grpo: Qwen2 0.5B's shape, 512 sequences of 128 + 512 tokens, the responses trained on. sft: Qwen3 0.6B's shape, packed
+sequences of the length named, all tokens trained on. bfloat16, random weights, no recomputation, AdamW with float32
+masters. A step is forward, backward and the optimizer; the median of --repeats after two that warm up.
+
+MFU: 6 FLOP a parameter of every matrix product and token (the head's of predicting tokens alone), and causal attention
+counted as half, over the dense bfloat16 peak of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.packing import SHAPES
+from megatron_rl.config.sections.actor import ActorConfig
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.types import TrainBatch
+
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+_QWEN2 = {
+    "architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 32768, "initializer_range": 0.02, "head_dim": 64,
+}  # fmt: skip
+_QWEN3 = _QWEN2 | {
+    "architecture": "Qwen3ForCausalLM", "head_dim": 128, "num_layers": 28, "hidden_size": 1024, "num_heads": 16,
+    "num_kv_heads": 8, "ffn_size": 3072, "vocab_size": 151936,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of one length, and how many tokens a micro-batch has at most."""
+
+    shape: dict[str, object]
+    sequences: int
+    prompt: int
+    length: int
+    max_tokens: int
+
+
+CASES = {
+    "cpu": {"grpo": Case(_QWEN2 | SHAPES["cpu"], 8, 16, 80, 320)},
+    "cuda": {
+        "grpo": Case(_QWEN2 | SHAPES["cuda"], 512, 128, 640, 32768),
+        "sft-8k": Case(_QWEN3, 8, 1, 8192, 32768),
+        "sft-16k": Case(_QWEN3, 4, 1, 16384, 32768),
+    },
+}
+
+
+def flops(shape: ModelShape, case: Case) -> float:
+    """Of one step, forward and backward."""
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = shape.hidden_size * (2 * heads + 2 * kv_heads + 3 * shape.ffn_size)
+    body = 6 * shape.num_layers * layer * case.sequences * case.length
+    head = 6 * shape.hidden_size * shape.vocab_size * case.sequences * (case.length - case.prompt)
+    # Scores and values: 2 products of 2 FLOP forward, twice that backward, half of it masked.
+    attention = 6 * shape.num_layers * heads * case.sequences * case.length**2
+    return body + head + attention
+
+
+def batches(case: Case, vocab: int) -> list[TrainBatch]:
+    """Micro-batches of whole sequences."""
+    each = max(1, case.max_tokens // case.length)
+    generator = torch.Generator().manual_seed(0)
+    found: list[TrainBatch] = []
+    for start in range(0, case.sequences, each):
+        count = min(each, case.sequences - start)
+        mask = (torch.arange(case.length) >= case.prompt).repeat(count)
+        tokens = torch.randint(0, vocab, (count * case.length,), generator=generator)
+        weights = mask.float() / (case.sequences * (case.length - case.prompt))
+        found.append(TrainBatch(tokens, (case.length,) * count, mask, {"loss_weights": weights}))
+    return found
+
+
+def measure(name: str, case: Case, device: str, repeats: int, profile: bool) -> None:
+    """One row of the table; with `profile`, what the GPU's time went to."""
+    from megatron_rl.algos.token_losses import nll_loss
+    from megatron_rl.mcore import build, convert
+    from megatron_rl.mcore.objectives import token_objective
+    from megatron_rl.mcore.step import optimizer_step
+    from megatron_rl.weights.safetensors import RandomSource
+
+    shape = ModelShape(**case.shape)  # type: ignore[arg-type]
+    actor = ActorConfig()
+    model = build.build_model(shape, actor, "bfloat16" if device == "cuda" else "float32", torch.device(device))
+    convert.load_hf(model, lambda: RandomSource(1, shape.initializer_range))
+    trainable = build.make_trainable(model, actor.optim, 100)
+    objective = token_objective(model, nll_loss, 1.0)
+    micros = batches(case, shape.vocab_size)
+    times: list[float] = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        optimizer_step(trainable, micros, objective)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    taken, tokens = statistics.median(times[2:]), case.sequences * case.length
+    peak = next((flop for gpu, flop in PEAK.items() if device == "cuda" and gpu in torch.cuda.get_device_name()), None)
+    used = f"{100 * flops(shape, case) / taken / peak:.1f} %" if peak else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else "-"
+    first, second = times[:2]
+    print(
+        f"{name:<10}{tokens:>10,}{taken:>9.3f}{tokens / taken:>11,.0f}{used:>9}{memory:>11}{first:>9.2f}{second:>8.2f}"
+    )
+    if profile:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            optimizer_step(trainable, micros, objective)
+        print(trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=22, max_name_column_width=70))
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", action="append", help="names of cases")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    from megatron_rl.mcore import cpu
+
+    cpu.install()
+    from megatron_rl.parallel import groups
+    from megatron_rl.parallel.topology import Topology
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29572")
+    groups.init_process_group(0, 1, args.device)
+    groups.init_model_parallel(Topology(1))
+    print(f"{'':<10}{'tokens':>10}{'s a step':>9}{'tokens/s':>11}{'MFU':>9}{'memory':>11}{'step 1':>9}{'step 2':>8}")
+    for name, case in CASES[args.device].items():
+        if not args.only or name in args.only:
+            measure(name, case, args.device, args.repeats, args.profile)
+    groups.destroy()
+
+
+if __name__ == "__main__":
+    main()
