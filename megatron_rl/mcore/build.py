@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.sections.actor import OptimConfig, ParallelConfig
-from megatron_rl.mcore import adam
+from megatron_rl.mcore import adam, wgrad
 from megatron_rl.mcore.layers import expert_settings, layer_specs
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.models import FAMILIES
@@ -185,7 +185,7 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=wgrad.install(),
         persist_layer_norm=False,
         cross_entropy_loss_fusion=False,
         variable_seq_lengths=parallel.pp > 1,

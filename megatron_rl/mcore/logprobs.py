@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.accumulate import add_product_
 from megatron_rl.ops.softmax import RowStats, logit_grads_, row_stats
 
 # Logits of one chunk: 768 tokens of a vocabulary of 152k in bfloat16, enough to keep a GPU's matrix units busy. The
@@ -94,12 +95,8 @@ class _LinearLogprob(torch.autograd.Function):
                 grad_entropy=None if grad_entropy is None else grad_entropy[part],
             )
             torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is None:
-                continue
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), hidden[part])
-            else:
-                grad_weight += torch.mm(grad_logits.t(), hidden[part])
+            if grad_weight is not None:
+                add_product_(grad_weight, grad_logits, hidden[part])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 

@@ -62,6 +62,8 @@ def rotate(
             query.stride(0), query.stride(1), key.stride(0), key.stride(1),
             tokens, heads, kv_heads, rotary_dim // 2, width,
             TOKENS=_TOKENS, HALF=triton.next_power_of_2(rotary_dim // 2),
+            # A product and a sum in one would leave the rounding between them out.
+            enable_fp_fusion=False,
         )  # fmt: skip
     if rotary_dim < width:
         query_out[..., rotary_dim:] = query[..., rotary_dim:]
