@@ -44,7 +44,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "runs/quickstart/data/model", trained)
     write_headers(trained)
     shutil.copytree(trained, folder / "runs/reasoning_gym/sft/final")
-    make_model(folder / "models/Qwen2.5-0.5B-Instruct", max_position_embeddings=32768)
+    for small in ("Qwen2.5-0.5B-Instruct", "SmolLM2-135M-Instruct"):
+        make_model(folder / "models" / small, max_position_embeddings=32768)
     for model, shape in CLUSTER.values():
         make_published_model(folder / "models" / model, shape)
     for example in ("reasoning_gym", "gsm8k", "customer_service"):
