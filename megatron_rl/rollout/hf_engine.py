@@ -16,7 +16,7 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.rules import Family, constants
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.stacks import members_of
+from megatron_rl.models.stacks import member_of
 from megatron_rl.observe.beat import beat
 from megatron_rl.rollout.engine import EnginePart, EngineSettings, Request, Sampling, check_requests, compact_experts
 from megatron_rl.types import Samples
@@ -40,7 +40,7 @@ def checkpoint_views(tensors: Mapping[str, torch.Tensor], shape: ModelShape, fam
             if not rule.live:
                 continue
             tensor = views.pop(prefix + rule.live)
-            if members_of(prefix + rule.live, tuple(tensor.shape)):
+            if rule.expert and member_of(prefix + rule.of_expert(0).hf[0]) is not None:
                 views |= member_views(prefix + rule.live, tensor)
                 continue
             rules = [rule.of_expert(number) for number in range(shape.num_experts)] if rule.expert else [rule]
