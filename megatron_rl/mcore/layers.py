@@ -73,7 +73,7 @@ def _layer_spec(shape: ModelShape, number: int) -> ModuleSpec:
         attention.core_attention = partial(
             PackedAttention, windows=shape.windows, rotation=shape.rotation(number), sinks=compute.sinks
         )
-        if compute.qk_norm:
+        if compute.qk_norm or shape.use_qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm
     if has_experts:
         router = partial(ExpertRouter, router=shape.router, normed=shape.norm_topk_prob)

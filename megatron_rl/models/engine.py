@@ -13,6 +13,7 @@ seen as 192 rows: experts.0.gate_proj rows 12:24, experts.0.up_proj rows 12:24, 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.messages import first_of
@@ -98,9 +99,8 @@ def engine_params(
 
                 yield expert_stack(prefix + name, rules, shape, experts, blocks_of)
             else:
-                yield _param(
-                    prefix + name, [one for rule in rules for one in _blocks(rule, prefix, shape, tp, tp_rank)]
-                )
+                blocks = [one for rule in rules for one in _blocks(rule, prefix, shape, tp, tp_rank)]
+                yield replace(_param(prefix + name, blocks), float32=rules[0].float32)
     if ends:
         norm = family.final_norm.hf[0]
         yield _param(norm, [Block(norm, (0, shape.hidden_size))])
@@ -133,7 +133,7 @@ def live_params(params: Iterable[LocalParam], live: Mapping[str, tuple[int, ...]
             faults.append(f"the engine lacks {param.name}")
         elif tuple(live[name]) != param.shape:
             faults.append(f"the engine's {name} is {list(live[name])}, the table says {list(param.shape)}")
-        renamed.append(LocalParam(name, param.shape, param.blocks, param.expert))
+        renamed.append(replace(param, name=name))
     known = {param.name for param in renamed}
     faults += [f"the engine's {name} is in no table" for name in live if name not in known]
     if faults:

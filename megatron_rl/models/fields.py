@@ -44,9 +44,9 @@ class Compute:
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     """Of the gated MLP; as config.json's hidden_act names it"""
     qkv_bias: bool = False
-    """Attention adds a bias to queries, keys and values"""
+    """Attention adds a bias to queries, keys and values, in every model of the family"""
     qk_norm: bool = False
-    """Each head's query and key passes an RMSNorm before RoPE"""
+    """Each head's query and key passes an RMSNorm before RoPE, in every model of the family"""
     linear_bias: bool = False
     """Attention's output projection, routers and experts add biases"""
     sinks: bool = False

@@ -8,7 +8,6 @@ REFUSED: dict[str, str] = {
         "images are not supported; save its text model alone, which is a Gemma3ForCausalLM (text_config is its config)"
     ),
     "Phi3ForCausalLM": "its RoPE of type longrope has other frequencies where a batch is longer",
-    "Glm4MoeForCausalLM": "vLLM keeps its router in float32 in every precision, which a sync does not write yet",
     **dict.fromkeys(
         ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
         "layers of linear attention (Gated DeltaNet) are not trained here",

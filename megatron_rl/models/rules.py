@@ -32,7 +32,7 @@ class LocalParam:
     Rows past the last block are padding (a vocabulary that TP does not divide) and hold zeros. expert: a stack of
     experts [number, rows, columns] or of their biases [number, columns], whose ranks are those of ep and etp; ranks of
     other parameters are those of tp.
-    constant: see Rule.
+    constant, float32: see Rule.
     """
 
     name: str
@@ -40,6 +40,7 @@ class LocalParam:
     blocks: tuple[Block, ...]
     expert: bool = False
     constant: bool = False
+    float32: bool = False
 
     @property
     def width(self) -> int:
@@ -68,6 +69,7 @@ class Rule:
     engine: the vLLM parameter that the tensors lie in; rules of a layer that name the same one are fused there, end to
     end. live: the name in a model that transformers has loaded, of all experts together, if a checkpoint has another.
     constant: float32 in every model, and no update changes it: no checkpoint of a run and no sync's plan has it.
+    float32: vLLM keeps it in float32, whatever precision the engine has.
     """
 
     megatron: str
@@ -76,6 +78,7 @@ class Rule:
     engine: str = ""
     live: str = ""
     constant: bool = False
+    float32: bool = False
 
     @property
     def expert(self) -> bool:
@@ -145,6 +148,11 @@ def constants(shape: ModelShape, family: Family) -> dict[str, tuple[int, ...]]:
         if rule.constant
         for name, size in zip(rule.hf, rule.layout.sizes(shape), strict=True)
     }
+
+
+def in_float32(shape: ModelShape, family: Family) -> bool:
+    """Some parameters are float32 in vLLM whatever its precision is."""
+    return any(rule.float32 for layer in range(shape.num_layers) for rule in family.layer(shape, layer))
 
 
 def num_parameters(shape: ModelShape, family: Family) -> int:

@@ -53,7 +53,8 @@ class ModelShape:
     frequencies. ropes: RoPE of each layer, if layers differ; (): that of rope_theta and rope in every layer.
     rotary_factor: share of a head that RoPE turns. windows: keys that a query of each layer sees, its own among them;
     0: all keys; (): all of them in every layer. query_pre_attn_scalar: the attention's logits are divided by its root;
-    0: by that of head_dim.
+    0: by that of head_dim. attention_bias, use_qk_norm: biases of queries, keys and values, and norms of heads, in
+    families where config.json says (Compute says it of the others).
     """
 
     architecture: str
@@ -83,6 +84,8 @@ class ModelShape:
     rotary_factor: float = 1.0
     windows: tuple[int, ...] = ()
     query_pre_attn_scalar: float = 0.0
+    attention_bias: bool = False
+    use_qk_norm: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its global number, has experts in place of a plain MLP."""

@@ -53,9 +53,10 @@ def find_sharing(
     trainer: Sequence[LocalParam],
     off: str | None = None,
     merged: Collection[str] = (),
+    half: bool = False,
 ) -> Sharing:
     """What one process's engine can share with its trainer. off: a reason to share nothing (sharing_off). merged: HF
-    tensors that the engine has otherwise than the trainer, with adapters in them.
+    tensors that the engine has otherwise than the trainer, with adapters in them. half: the trainer's are bfloat16.
 
     Of trained parameters that hold the same (a tied output matrix beside the embedding), the first is taken. A trained
     parameter is the memory of at most one engine parameter.
@@ -73,6 +74,9 @@ def find_sharing(
     for param in engine:
         if any(block.hf_name in merged for block in param.blocks):
             copied[param.name] = "has adapters merged in, which the trainer keeps apart"
+            continue
+        if param.float32 and half:
+            copied[param.name] = "is float32 in the engine, whatever its precision is"
             continue
         source = by_content.pop(_content(param), None)
         if source is not None:

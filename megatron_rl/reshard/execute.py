@@ -100,7 +100,8 @@ class Transfer:
         cap_bytes: int,
     ) -> None:
         """trainer, engine: this rank's parameters on each side, empty where it has no such side; all of a side have
-        its dtype. cap_bytes: of staging memory. Raises ReshardError where the cap does not hold a row of some tensor.
+        its dtype, but those of the engine that are float32 in any case (Rule.float32). cap_bytes: of staging memory.
+        Raises ReshardError where the cap does not hold a row of some tensor.
         """
         self.plan, self.group = plan, group
         self._trainer, self._engine = tuple(trainer), tuple(engine)
@@ -280,14 +281,16 @@ def _unpack(bound: _BoundRound, staging: torch.Tensor, pending: Pending) -> None
 
 def _differences(side: str, params: Sequence[LocalParam], dtype: torch.dtype, tensors: Tensors) -> list[str]:
     expected = {param.name: param.shape for param in params}
+    in_float32 = {param.name for param in params if param.float32}
     faults = [f"the {side} has no {name}, which the plan was made with" for name in expected if name not in tensors]
     faults += [f"the {side} has {name}, which the plan does not know" for name in tensors if name not in expected]
     for name in expected.keys() & tensors.keys():
         tensor = tensors[name]
+        wanted = torch.float32 if name in in_float32 else dtype
         if tuple(tensor.shape) != expected[name]:
             faults.append(f"the {side}'s {name} is {list(tensor.shape)}, the plan was made for {list(expected[name])}")
-        elif tensor.dtype != dtype:
-            faults.append(f"the {side}'s {name} is {tensor.dtype}, the plan was made for {dtype}")
+        elif tensor.dtype != wanted:
+            faults.append(f"the {side}'s {name} is {tensor.dtype}, the plan was made for {wanted}")
         elif not tensor.is_contiguous():
             faults.append(f"the {side}'s {name} is not contiguous")
     return sorted(faults)

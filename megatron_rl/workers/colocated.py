@@ -150,7 +150,9 @@ def start_engine(
     adapters = model.adapters
     merges = adapters is not None and settings.adapters is None
     merged = adapted_weights(shape, family, adapters) if merges else frozenset[str]()
-    sharing = find_sharing(by_rank[rank], trainers[rank].params, _off(cfg, settings), merged)
+    sharing = find_sharing(
+        by_rank[rank], trainers[rank].params, _off(cfg, settings), merged, cfg.model.dtype != "float32"
+    )
     _report(sharing)
 
     params = shards.parameters(model)

@@ -195,15 +195,58 @@ def _experts_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @needs_cpu_engine
-def test_experts_of_the_engine_are_the_memory_of_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+def test_experts_of_the_engine_are_the_memory_of_the_trainer(tmp_path: Path, family: str) -> None:
     """W6, W7: also where the engine's kernel needs another form, which is made from that memory at each sync."""
-    folder = save_tiny(tmp_path / "model", "qwen3_moe", tied=False, layers=2)
+    folder = save_tiny(tmp_path / "model", family, tied=False, layers=2)
     (found,) = run_ranks(1, _experts_on_rank, folder, timeout=240.0)
     assert max(found["gaps"]) < 1e-4, found["gaps"]
     assert found["inside"] == found["shared"]
     experts = {name.rpartition(".")[2] for name in found["shared"] if ".experts." in name}
     assert experts == {"w13_weight", "w2_weight"}
     assert all(one.aliased_bytes > 2 * one.local_bytes > 0 == one.moved_bytes for one in found["reports"])
+
+
+def _routers_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Routers of an engine of bfloat16 and of its trainer, before and after an update."""
+    from megatron_rl.algos.token_losses import nll_loss
+    from megatron_rl.mcore import convert
+    from megatron_rl.workers.colocated import engine_layout, start_engine
+    from megatron_rl.workers.model import TrainedModel
+    from megatron_rl.workers.phases import RankMemory
+
+    single = ("cluster.n_gpus_per_node=1", "rollout.tp=1", "data.train_batch_size=8", "model.dtype=bfloat16")
+    found: dict[str, Any] = {}
+    for sync in ("reshard", "full"):
+        cfg = _config(folder, *single, f"rollout.weight_sync={sync}")
+        trainable = build(folder, cfg.actor, world, "bfloat16")
+        layout = engine_layout(cfg, (0,))
+        engine, publisher = start_engine(cfg, TrainedModel(trainable), RankMemory(), layout, device="cpu", rank=rank)
+        for version in (0, 1):
+            publisher.publish(version, expect_change=version > 0)
+            export = dict(convert.export_hf(trainable.model))
+            live = {name: one for name, one in engine.parameters().items() if name.endswith("mlp.gate.weight")}
+            found[f"{sync} {version}"] = [(export[name].clone(), one.clone()) for name, one in live.items()]
+            if version == 0:
+                train_step(trainable, [random_batch(7, (30, 41), 128)], nll_loss, 1.0)
+        found[f"{sync} shared"] = engine.shared
+        engine.close()
+    return found
+
+
+@needs_cpu_engine
+@pytest.mark.slow
+def test_routers_that_vllm_has_in_float32_follow_a_trainer_of_bfloat16(tmp_path: Path) -> None:
+    """W7: they have the trainer's values, which are bfloat16 ones, after every update in both ways."""
+    folder = save_tiny(tmp_path / "model", "glm4_moe", tied=False, layers=2)
+    (found,) = run_ranks(1, _routers_on_rank, folder, timeout=240.0)
+    for case in ("reshard 0", "reshard 1", "full 0", "full 1"):
+        ((trained, live),) = found[case]
+        assert (trained.dtype, live.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(trained.float(), live), case
+    assert not torch.equal(found["reshard 0"][0][1], found["reshard 1"][0][1])
+    assert any(name.endswith("w13_weight") for name in found["reshard shared"])
+    assert not any(name.endswith("gate.weight") for name in found["reshard shared"])
 
 
 def _greedy(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -262,7 +305,9 @@ def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: in
     """Names, shapes and dtypes agree with the table; writing a table's parts equals giving whole tensors, in layers
     with experts too, whose kernels want them packed. A surplus or a lack is an error that names it.
     """
-    families = ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "gemma3_text") if tp == 1 else ("qwen3_moe",)
+    families = (
+        ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "glm4_moe") if tp == 1 else ("qwen3_moe",)
+    )
     folders = {name: save_tiny(tmp_path / name, name, tied=False, layers=2) for name in families}
     for rank in run_ranks(tp, _families_on_rank, folders, timeout=400.0):
         for family, found in rank.items():

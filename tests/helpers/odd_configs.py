@@ -150,6 +150,14 @@ REFUSED: list[Variant] = [
     ("deepseek_v2", {"topk_method": "noaux_tc"}),
     ("deepseek_v2", {"n_group": 2, "topk_method": "greedy"}),
     ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+    ("glm4_moe", {"partial_rotary_factor": 1.5}),
+    ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}),
+    ("glm4_moe", {"scoring_func": "softmax"}),
+    ("glm4_moe", {"use_qk_norm": None}),
+    ("glm4_moe", {"attention_bias": "yes"}),
+    ("glm4_moe", {"n_group": 3}),
+    ("glm4_moe", {"sliding_window": 8}),
+    ("glm4_moe", {"moe_layer_freq": 2}),
     ("gemma", {"use_bidirectional_attention": True}),
     ("gemma", {"hidden_activation": "gelu"}),
     ("gemma", {"hidden_act": "silu"}),
@@ -233,6 +241,11 @@ FIRST: list[Variant] = [
     ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
     ("deepseek_v3", {"norm_topk_prob": False, "rms_norm_eps": 1e-2, "routed_scaling_factor": 0.6}),
     (
+        "glm4_moe",
+        {"rope_parameters": ABSENT, "rope_theta": 31.0, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-2}
+        | {"rope_scaling": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
+    (
         "gemma3_text",
         GEMMA3_OLDER
         | {"rope_scaling": {"rope_type": "linear", "factor": 2.5}, "rms_norm_eps": 1e-2, "query_pre_attn_scalar": 100},
@@ -299,6 +312,9 @@ PASSING: list[Variant] = [
     ("gemma3_text", {"sliding_window": 1, "layer_types": SLIDING, "use_bidirectional_attention": False}),
     ("gemma3_text", {"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 55.0}}}),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.5}}, "rope_theta": 44.0}),
+    ("glm4_moe", {"partial_rotary_factor": ABSENT, "rope_parameters": {"rope_theta": 77.0, "rope_type": "default"}}),
+    ("glm4_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}, "routed_scaling_factor": 0.6}),
+    ("glm4_moe", {"num_nextn_predict_layers": 1, "rope_parameters": ABSENT, "partial_rotary_factor": 0.5}),
     ("gemma", {"rope_theta": 31.0, "rope_parameters": ABSENT, "hidden_act": "gelu", "cache_implementation": "hybrid"}),
     ("gemma", {"head_dim": 96, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}),
     ("gemma", {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}),

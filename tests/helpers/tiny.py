@@ -116,6 +116,26 @@ FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN | {"truncate": False},
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 64,
+            "moe_intermediate_size": 48,
+            "intermediate_size": 96,
+            "n_shared_experts": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "num_nextn_predict_layers": 0,
+            "rms_norm_eps": 3e-4,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
 }
 

@@ -31,6 +31,7 @@ NUMBERS = ("rope_parameters", "rope_theta", "rms_norm_eps", "norm_topk_prob")
         "gemma",
         "gemma3_text",
         "gpt_oss",
+        "glm4_moe",
     ],
 )
 def test_n1_the_trainer_computes_what_transformers_does(tmp_path: Path, family: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +52,10 @@ class PlainEngine:
 
     def __init__(self, params: Sequence[LocalParam], dtype: torch.dtype) -> None:
         self.params = tuple(params)
-        self.tensors = {param.name: torch.full(param.shape, float("nan"), dtype=dtype) for param in params}
+        self.tensors = {
+            param.name: torch.full(param.shape, float("nan"), dtype=torch.float32 if param.float32 else dtype)
+            for param in params
+        }
         self.weight_version = -1
         self.calls: list[str] = []
 
@@ -74,7 +78,9 @@ class PlainEngine:
     def wrong(self, export: dict[str, torch.Tensor]) -> list[str]:
         """Parameters that are not the export's slices, bit for bit, with zeros below."""
         return [
-            param.name for param in self.params if not torch.equal(self.tensors[param.name], _slices(param, export))
+            param.name
+            for param in self.params
+            if not torch.equal(self.tensors[param.name], _slices(param, export).to(self.tensors[param.name].dtype))
         ]
 
 
@@ -146,7 +152,11 @@ def _case(rank: int, world: int, folder: str, case: Case) -> list[Any]:
         engine_dtype=of_engine,
         cap_bytes=CAP,
     )
-    publisher = ReshardPublisher(transfer, engine, lambda: live_parameters(policy))
+    # Without those that no update changes.
+    names = [param.name for param in trainers[rank].params]
+    publisher = ReshardPublisher(
+        transfer, engine, lambda: {name: one for name, one in live_parameters(policy).items() if name in names}
+    )
     found: list[Any] = []
     for version in (0, 1):
         report = publisher.publish(version, expect_change=version > 0)
@@ -201,6 +211,17 @@ def test_experts_reach_engines_that_split_them_and_engines_that_deal_them(moe_fo
     """W3, W6 with experts"""
     cases = {"ep2 to tp2": Case({"ep": 2}, 2), "ep2 to tp2 ep2": Case({"ep": 2}, 2, ep=True, moves=False)}
     _assert_exact(run_ranks(2, _sync_twice, moe_folder, cases), cases)
+
+
+def test_a_router_that_the_engine_has_in_float32_gets_the_values_of_bfloat16(tmp_path: Path) -> None:
+    """W3, W6: as copies on a rank, as messages, and forwarded from engine to engine."""
+    folder = save_tiny(tmp_path / "model", "glm4_moe", vocab=VOCAB, layers=2, tied=False)
+    half = ("bfloat16", "bfloat16")
+    cases = {
+        "ep2 to tp2": Case({"ep": 2}, 2, half),
+        "pp2 to tp1": Case({"pp": 2, "ppo_micro_batch_size_per_gpu": 1}, 1, half),
+    }
+    _assert_exact(run_ranks(2, _sync_twice, folder, cases), cases)
 
 
 # Without Megatron: trainers are plain tensors too.

@@ -68,7 +68,7 @@ WIDE_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", WIDE_EXPERTS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "moonlight", "glm4_moe"])
 def test_w1_families_with_experts_come_back_from_every_layout(tmp_path: Path, family: str, layout: str) -> None:
     world, axes = WIDE_EXPERTS[layout]
     folder = save_tiny(tmp_path / "model", family, tied=False, vocab=125, layers=8, num_key_value_heads=4)

@@ -11,7 +11,9 @@ from megatron_rl.config.checks.words import divisors, listed, longest_sequence, 
 from megatron_rl.config.run import RunConfig
 from megatron_rl.engines import ENGINES, PATH_FORM, Engine
 from megatron_rl.errors import Fault
+from megatron_rl.models import FAMILIES
 from megatron_rl.models.engine import VOCAB_PADDING, engine_tp_choices
+from megatron_rl.models.rules import in_float32
 from megatron_rl.models.shape import Latent, ModelShape
 
 
@@ -119,6 +121,20 @@ def routers(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
         reason = f"is more than the {shape.num_experts} experts of {cfg.model.path}"
         return [Fault("rollout.ep", cfg.rollout.ep, reason, "set it to 1")]
     return []
+
+
+def float32_routers(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
+    """What vLLM has in float32 beside bfloat16 has one value on all ranks. A rank that trains in float32 would copy it
+    as it is, and send it to others in bfloat16.
+    """
+    shape, dtype = models.actor(cfg), cfg.rollout.dtype
+    mixed = cfg.model.dtype == "float32" and dtype == "bfloat16" and cfg.rollout.weight_sync == "reshard"
+    if shape is None or not cfg.needs.rollouts or not mixed or cfg.engine.parameters != "fused":
+        return []
+    if not in_float32(shape, FAMILIES[shape.architecture]):
+        return []
+    reason = f"the engine has routers of {shape.architecture} in float32, and ranks would get different values of them"
+    return [Fault("rollout.dtype", dtype, reason, "leave it out, or set rollout.weight_sync=full")]
 
 
 def engine_length(cfg: RunConfig) -> list[Fault]:

@@ -119,6 +119,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     ModelCheck(engine.engine_parallel),
     ModelCheck(layout.experts),
     ModelCheck(engine.routers),
+    ModelCheck(engine.float32_routers),
     ModelCheck(layout.pipeline_stages),
     ModelCheck(engine.head_dim),
     Check(folders.run_folder, ("train", "eval")),

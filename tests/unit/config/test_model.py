@@ -334,6 +334,17 @@ def test_latent_attention_that_vllm_lacks(tmp_path: Path) -> None:
     load(tmp_path, small, "cluster.device=cuda")
 
 
+def test_routers_that_vllm_has_in_float32_beside_bfloat16(tmp_path: Path) -> None:
+    named = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "use_sliding_window": None}
+    folder = f"model.path={make_model(tmp_path / 'glm', **(FAMILY_FIELDS['glm4_moe'][1] | named))}"
+    load(tmp_path, folder)
+    mixed = (folder, "model.dtype=float32", "rollout.dtype=bfloat16")
+    fault = only_fault(tmp_path, *mixed)
+    assert fault.key == "rollout.dtype" and "Glm4MoeForCausalLM in float32" in fault.reason
+    load(tmp_path, *mixed, "rollout.weight_sync=full")
+    load(tmp_path, "model.dtype=float32", "rollout.dtype=bfloat16")
+
+
 def test_sequences_beyond_the_positions_of_the_model(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "data.max_prompt_length=200", "data.max_response_length=57")
     assert fault.key == "data.max_response_length" and "257 tokens, and the model knows 256" in fault.reason

@@ -37,6 +37,8 @@ def _base(family: str) -> dict[str, Any]:
         small = {name: value for name, value in BASE.items() if name != "head_dim"}
         return small | {"num_attention_heads": 4} | FAMILY_FIELDS[family][1]
     own = BASE | (EXPERTS if family in ("qwen3_moe", "mixtral") else {})
+    if family == "glm4_moe":
+        return BASE | FAMILY_FIELDS[family][1] | {"head_dim": 32}
     if family == "gemma3_text":
         own |= FAMILY_FIELDS[family][1] | {"layer_types": ["full_attention"] * 2}
     return {name: value for name, value in own.items() if name != "moe_intermediate_size" or family == "qwen3_moe"}

@@ -77,6 +77,20 @@ def test_layers_of_other_stages_are_copied_and_say_so() -> None:
     assert sharing.shared["model.embed_tokens.weight"] == "output_layer.weight", "a tied stage's copy of the embedding"
 
 
+def test_what_the_engine_has_in_float32_is_shared_with_a_trainer_of_float32_alone() -> None:
+    shape = dataclasses.replace(MOE, architecture="Glm4MoeForCausalLM", shared_ffn_size=48)
+    family = FAMILIES[shape.architecture]
+    trained = list(
+        megatron_params(shape, family, tp=1, tp_rank=0, layers=range(2), pre_process=True, post_process=True)
+    )
+    needed = list(engine_params(shape, family, tp=1, tp_rank=0))
+    routers = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
+    assert {param.name for param in needed if param.float32} == routers
+    assert find_sharing(needed, trained).shared.keys() >= routers
+    half = find_sharing(needed, trained, half=True)
+    assert {name for name, why in half.copied.items() if why.startswith("is float32")} == routers
+
+
 def test_a_padded_vocabulary_is_shared_only_with_the_same_padding() -> None:
     odd = dataclasses.replace(SHAPE, vocab_size=100, tie_word_embeddings=False)
     sharing = _sharing(odd, tp=1, engine_tp=1)
