@@ -140,7 +140,7 @@ def test_rope_theta_is_read_from_new_and_old_places(tmp_path: Path) -> None:
 def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     fault = refused(tmp_path, architectures=["MambaForCausalLM"])
     assert fault.key.endswith("config.json: architectures") and fault.value == ["MambaForCausalLM"]
-    assert "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM" in fault.cure and "GptOss" not in fault.cure
+    assert "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM" in fault.cure and "Qwen3Next" not in fault.cure
 
 
 def test_a_well_known_architecture_is_refused_with_the_reason(tmp_path: Path) -> None:
