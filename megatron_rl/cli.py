@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from megatron_rl.cluster import stop
+from megatron_rl.config.checks.model import read_actor_shape
 from megatron_rl.config.checks.table import Verb
 from megatron_rl.config.checks.unused import idle_settings
 from megatron_rl.config.load import Resolved, dump_yaml, resolve, run_schema, settings_of, to_dict
@@ -27,7 +28,6 @@ from megatron_rl.config.text.keys import as_markdown, find_keys, near_words
 from megatron_rl.config.text.keys import as_text as list_of_keys
 from megatron_rl.config.text.reader import NoEffect
 from megatron_rl.errors import ConfigError, DataError, Fault, MegatronRLError
-from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.observe.versions import versions_line
 from megatron_rl.reshard.planning import request as plan_request
 from megatron_rl.reshard.planning.report import as_json, as_text, make_report
@@ -254,7 +254,7 @@ def _print_mapping(resolved: Resolved) -> None:
 
 def _check(resolved: Resolved, options: argparse.Namespace) -> int:
     cfg = resolved.config
-    shape = read_model_shape(cfg.model.path, changes=cfg.model.override_config)
+    shape = read_actor_shape(cfg)
     batch, layout = batch_table(cfg), layout_table(cfg, shape)
     idle = [*idle_settings(cfg), *resolved.unused]
     if options.json:

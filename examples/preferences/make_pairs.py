@@ -1,12 +1,12 @@
 """Write pairs of a better and a worse answer from the samples of an evaluation.
 
     megatron-rl eval CONFIG.yaml data.val_files=PROMPTS.parquet rollout.val.n=8 --out ANSWERS
-    python examples/preferences/make_pairs.py ANSWERS/answers.jsonl OUT [--val-every 10] [--seed 0]
+    python examples/preferences/make_pairs.py ANSWERS/answers.jsonl OUT [--per-prompt 3] [--val-every 10] [--seed 0]
 
-Of each prompt whose samples differ in reward, OUT gets one pair: a sample of the highest reward, and one of a lower
-reward. pairs_train.jsonl has the columns prompt, chosen, rejected (text) and data_source; pairs_val.jsonl has the same
-of every tenth prompt by its digest, so that no prompt is in both. Samples that were cut at the length limit are no
-answers and are left out.
+Of each prompt whose samples differ in reward, OUT gets up to --per-prompt pairs: a sample of the highest reward, and
+each time another text of a lower reward. pairs_train.jsonl has the columns prompt, chosen, rejected (text) and
+data_source; pairs_val.jsonl has the same of every tenth prompt by its digest, so that no prompt is in both. Samples
+that were cut at the length limit are no answers and are left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def pairs_of(samples: Iterable[Row], seed: int = 0) -> list[Row]:
-    """One pair of each prompt that has two different rewards, in the order of the prompts."""
+def pairs_of(samples: Iterable[Row], per_prompt: int, seed: int = 0) -> list[Row]:
+    """Pairs of each prompt that has two different rewards, in the order of the prompts."""
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for sample in samples:
         if sample["finish_reason"] == "stop" and sample["failed"] is None:
@@ -34,10 +34,10 @@ def pairs_of(samples: Iterable[Row], seed: int = 0) -> list[Row]:
     for prompt, of_prompt in by_prompt.items():
         best = max(sample["reward"] for sample in of_prompt)
         good = [sample for sample in of_prompt if sample["reward"] == best]
-        bad = [sample for sample in of_prompt if sample["reward"] < best]
-        if bad:
-            chosen, rejected = draw.choice(good), draw.choice(bad)
-            texts = {"prompt": prompt, "chosen": chosen["response"], "rejected": rejected["response"]}
+        bad = sorted({sample["response"] for sample in of_prompt if sample["reward"] < best})
+        for rejected in draw.sample(bad, min(per_prompt, len(bad))):
+            chosen = draw.choice(good)
+            texts = {"prompt": prompt, "chosen": chosen["response"], "rejected": rejected}
             pairs.append({**texts, "data_source": chosen["data_source"]})
     return pairs
 
@@ -51,11 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("answers", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--per-prompt", type=int, default=3)
     parser.add_argument("--val-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with options.answers.open(encoding="utf-8") as file:
-        pairs = pairs_of(map(json.loads, file), options.seed)
+        pairs = pairs_of(map(json.loads, file), options.per_prompt, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, held_out in (("pairs_train.jsonl", False), ("pairs_val.jsonl", True)):
         rows = [pair for pair in pairs if is_held_out(pair["prompt"], options.val_every) is held_out]

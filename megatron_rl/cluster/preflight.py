@@ -16,7 +16,7 @@ from megatron_rl.config.checks.folders import nearest_folder, run_folder
 from megatron_rl.config.checks.lora import adapters_of
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.config_json import Changes, inspect_model
+from megatron_rl.models.config_json import Changes, inspect_critic, inspect_model
 from megatron_rl.models.lora import num_adapter_parameters
 from megatron_rl.models.rules import num_parameters
 
@@ -197,7 +197,8 @@ def save_bytes(model_dir: str, dtype: str, changes: Changes | None = None) -> in
 
     0 if that cannot be read: what is wrong with a model folder is said by the checks of the config.
     """
-    shape, _ = inspect_model(model_dir, changes=changes)
+    # A classifier, which a reward model starts from, differs by its head alone.
+    shape, _, _ = inspect_critic(model_dir, changes=changes)
     return 0 if shape is None else num_parameters(shape, FAMILIES[shape.architecture]) * DTYPE_BYTES[dtype]
 
 

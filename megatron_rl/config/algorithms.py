@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AlgorithmName = Literal["dpo", "grpo", "ppo", "sft"]
+AlgorithmName = Literal["dpo", "grpo", "ppo", "reward_model", "sft"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Needs:
     """A value model (section `critic`)."""
     preferences: bool = False
     """Data rows that were judged: pairs of a better and a worse answer, or answers with a label or a number."""
+    reward_head: bool = False
+    """The model that trains is a reward model: a score of a sequence in place of next tokens."""
     validates: Literal["steps", "epochs"] = "steps"
     """When a negative trainer.test_freq validates: only after the last step, or at the end of every epoch too."""
     stops_at_loss: bool = False
@@ -32,6 +34,7 @@ ALGORITHMS: dict[AlgorithmName, Needs] = {
     "dpo": Needs(preferences=True, validates="epochs", prints_every=10),
     "grpo": Needs(rollouts=True, rewards=True),
     "ppo": Needs(rollouts=True, rewards=True, critic=True),
+    "reward_model": Needs(preferences=True, reward_head=True, validates="epochs", prints_every=10),
     "sft": Needs(validates="epochs", stops_at_loss=True, prints_every=10),
 }
 """algorithm.name -> what it needs; megatron_rl.trainers.TRAINERS has the same names."""

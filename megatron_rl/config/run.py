@@ -69,7 +69,7 @@ class RunConfig:
     @property
     def judged_loss(self) -> JudgedLoss:
         """The loss of a run on preferences."""
-        return self.algorithm.loss
+        return self.algorithm.reward_loss if self.needs.reward_head else self.algorithm.loss
 
     @property
     def needs_reference(self) -> bool:

@@ -5,10 +5,12 @@ Layouts (TRL's; verl's data sets of pairs have the first):
                chosen, rejected without a prompt of messages: the prompt is what the two have in common at the start
     labelled   a row of supervised fine-tuning (data/sft.py), and a label: true for a good answer, false for a bad one.
                Pairs are read too, each as a good and a bad answer
+    scored     a row of supervised fine-tuning, and a number
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,9 +76,10 @@ class PreferenceRow:
     index: int
     """Number over all rows of the data set, from 0."""
     answers: tuple[AnswerTokens, ...]
-    """(chosen, rejected) of a pair; of a labelled row its answer, and one of another row behind its own prompt."""
+    """(chosen, rejected) of a pair; of a labelled row its answer, and one of another row behind its own prompt; of a
+    scored row its answer."""
     target: float = 0.0
-    """Label of a labelled row: 1 or -1."""
+    """Margin of a pair, label of a labelled row (1 or -1), number of a scored one."""
     data_source: str = ""
     where: str = field(default="", compare=False)
     """File and row, for messages: "train.jsonl row 7"."""
@@ -105,9 +108,17 @@ class PreferenceSet:
 
 
 def load_preferences(
-    cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, kind: RowKind = "pairs", validation: bool = False
+    cfg: DataConfig,
+    files: Sequence[str],
+    renderer: Renderer,
+    *,
+    kind: RowKind = "pairs",
+    margins: bool = False,
+    validation: bool = False,
 ) -> PreferenceSet:
     """Read, check and render all rows of `files`. `validation` only says which key errors name.
+
+    kind: what the loss takes. margins: of pairs, which have the number in cfg.margin_key.
 
     A row with an answer of more than cfg.max_prompt_length + cfg.max_response_length tokens, prompt included, is an
     error, left out, or cut at its end (cfg.overlong_prompts).
@@ -117,7 +128,7 @@ def load_preferences(
     """
     what = "data.val_files" if validation else "data.train_files"
     rows = read_rows(files, what)
-    reads = _Reader.of(cfg, kind, rows)
+    reads = _Reader.of(cfg, kind, rows, margins)
     passes = [render_rows(cfg, rows, renderer, render) for render in reads.renders]
     found = _Found(cfg.max_prompt_length + cfg.max_response_length, cfg.overlong_prompts == "truncate")
     for row, *rendered in zip(rows, *(one.rows for one in passes), strict=True):
@@ -146,7 +157,8 @@ def load_preferences(
 
 def preference_reader(cfg: RunConfig) -> Callable[..., PreferenceSet]:
     """load_preferences for the loss of a run."""
-    return partial(load_preferences, kind=cfg.judged_loss.rows)
+    loss = cfg.judged_loss
+    return partial(load_preferences, kind=loss.rows, margins=loss.reads_margins)
 
 
 class _Found:
@@ -192,12 +204,14 @@ class _Reader(NamedTuple):
     target: Callable[[DataConfig, Values], float]
 
     @staticmethod
-    def of(cfg: DataConfig, kind: RowKind, rows: Sequence[DataRow]) -> _Reader:
+    def of(cfg: DataConfig, kind: RowKind, rows: Sequence[DataRow], margins: bool) -> _Reader:
         """kind: what the loss takes. Where it takes labelled rows, the first row says whether the data are pairs."""
         sound = next((row.values for row in rows if row.fault is None), {})
-        if kind == "pairs" or find_value(sound, cfg.chosen_key) is not None:
-            keys = (cfg.prompt_key, cfg.chosen_key, cfg.rejected_key)
-            return _Reader((render_chosen, render_rejected), keys, lambda cfg, values: 0.0)
+        if kind == "pairs" or (kind == "labelled" and find_value(sound, cfg.chosen_key) is not None):
+            keys = (cfg.prompt_key, cfg.chosen_key, cfg.rejected_key, *([cfg.margin_key] if margins else []))
+            return _Reader((render_chosen, render_rejected), keys, margin_of if margins else lambda cfg, values: 0.0)
+        if kind == "scored":
+            return _Reader((render_sample,), (cfg.label_key or "score",), score_of)
         return _Reader((render_sample,), (label_column(cfg),), label_of)
 
 
@@ -220,6 +234,26 @@ def label_of(cfg: DataConfig, values: Values) -> float:
     return 1.0 if label else -1.0
 
 
+def margin_of(cfg: DataConfig, values: Values) -> float:
+    """By how much a pair's better answer shall score higher; 0 if the row does not say."""
+    return 0.0 if find_value(values, cfg.margin_key) is None else _number(cfg.margin_key, values)
+
+
+def score_of(cfg: DataConfig, values: Values) -> float:
+    """The number that an answer's score shall be. Raises BadRow if the row has none."""
+    column = cfg.label_key or "score"
+    if find_value(values, column) is None:
+        raise BadRow(f"there is no {column!r} -- give the answer's number, or name the column in data.label_key")
+    return _number(column, values)
+
+
+def _number(column: str, values: Values) -> float:
+    number = find_value(values, column)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise BadRow(f"{column!r} is {short(number)} -- give a number")
+    return float(number)
+
+
 def render_chosen(cfg: DataConfig, renderer: Renderer, values: Values) -> Rendered:
     """A pair's better answer behind its prompt. Raises BadRow if the row cannot be rendered."""
     return _render(cfg, renderer, values, 0)
@@ -234,8 +268,9 @@ def _render(cfg: DataConfig, renderer: Renderer, values: Values, which: int) -> 
     keys = (cfg.chosen_key, cfg.rejected_key)
     pair = [find_value(values, key) for key in keys]
     for setting, key, answer in zip(("chosen_key", "rejected_key"), keys, pair, strict=True):
-        if not isinstance(answer, str | list) or not answer:
-            given = "not there" if answer is None else "empty" if not answer else f"a {type(answer).__name__}"
+        # A text may be empty: the model ends at once.
+        if not isinstance(answer, str | list) or answer == []:
+            given = "not there" if answer is None else "empty" if answer == [] else f"a {type(answer).__name__}"
             raise BadRow(f"{key!r} is {given} -- give a string or messages, or name the column in data.{setting}")
         if isinstance(answer, str) and is_chat_text(answer):
             raise BadRow(f"{key!r} is text that holds chat messages -- write it as a list, not as text")

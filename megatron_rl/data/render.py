@@ -147,6 +147,11 @@ class Renderer:
             return self._tokenizer.pad_token_id
         return self._eos_token_ids[0] if self._eos_token_ids else 0
 
+    def pad_id_apart(self) -> int | None:
+        """The tokenizer's pad id, if no response ends with it."""
+        pad = self._tokenizer.pad_token_id
+        return None if pad in self._eos_token_ids else pad
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. A model may have more rows than this, never fewer."""

@@ -27,8 +27,9 @@ from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.rank_batch import MaskedSequences
 from megatron_rl.workers.records import ModelColumn, Role
 
-Form = Literal["answers", "texts"]
-"""What of a sequence is trained on: its answer; or, of a pair, the rejected answer and the whole chosen text."""
+Form = Literal["answers", "texts", "ends"]
+"""What of a sequence is trained on: its answer; or, of a pair, the rejected answer and the whole chosen text; or one
+token more, which stands behind the last one, whose state a score is read off."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class LoadedRows:
 def load_rows(models: Models, rows: Sequence[PreferenceRow], form: Form = "answers") -> LoadedRows:
     """Plan one mini-batch of all rows, and have each rank hold its own."""
     per_row = len(rows[0].answers)
-    sequences = [answer for row in rows for answer in row.answers]
+    sequences = [_formed(answer, form) for row in rows for answer in row.answers]
     seq_lens = tuple(len(answer.token_ids) for answer in sequences)
     masks = [_mask(answer, form == "texts" and s % per_row == 0) for s, answer in enumerate(sequences)]
     role = (models.cfg.actor_training, [0] * len(sequences))
@@ -82,9 +83,18 @@ def load_rows(models: Models, rows: Sequence[PreferenceRow], form: Form = "answe
         for of_rank in numbers
     ]
     models.group.each_dp(BatchWorker.load, sources)
-    lens = torch.tensor([answer.num_trained for answer in sequences], dtype=torch.float64)
+    counts = [answer.num_trained for row in rows for answer in row.answers]
+    lens = torch.tensor(counts, dtype=torch.float64)
     targets = torch.tensor([row.target for row in rows], dtype=torch.float64)
     return LoadedRows(batch, plan, lens, targets, tuple(row.data_source for row in rows))
+
+
+def _formed(answer: AnswerTokens, form: Form) -> AnswerTokens:
+    if form != "ends":
+        return answer
+    ids = answer.token_ids
+    # Which token it is does not matter: no state that is read has seen it.
+    return AnswerTokens((*ids, ids[-1]), (False,) * len(ids) + (True,))
 
 
 def _mask(answer: AnswerTokens, whole: bool) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -101,7 +111,7 @@ def put_columns(models: Models, loaded: LoadedRows, loss: JudgedLoss, ref: Tenso
     if ref is not None:
         # A loss adds them up again: the ranks are given no more than a number an answer.
         values["ref_logprobs"] = ref / batch.response_lens.clamp(min=1)
-    if loss.rows != "pairs":
+    if loss.rows != "pairs" or loss.reads_margins:
         values["targets"] = loaded.targets.repeat_interleave(loaded.per_row)
     for column, of_sequences in values.items():
         models.put(batch, column, of_sequences[loaded.segments])

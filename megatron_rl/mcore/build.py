@@ -55,14 +55,15 @@ class ModelChunk(GPTModel):
 class ValueHead(torch.nn.Module):
     """A linear map from hidden states to a number, whole on every tensor-parallel rank of the last stage."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, biased: bool) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size))
-        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.bias = torch.nn.Parameter(torch.zeros(1)) if biased else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n] float32."""
-        return torch.nn.functional.linear(rows.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(rows.float(), self.weight.float(), bias).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Model:
     chunks: list[torch.nn.Module]
     lm_head: bool = True
     value_head: bool = False
+    head_biased: bool = True
+    """The value head has a bias: a critic's has, a reward model's has not."""
     adapters: Adapters | None = None
 
     def layers(self, stage: int, chunk: int) -> range:
@@ -216,12 +219,13 @@ def build_model(
     *,
     lm_head: bool = True,
     value_head: bool = False,
+    head_biased: bool = True,
 ) -> Model:
     """An uninitialised model on this rank (fill it with convert.load_hf). Needs megatron's groups."""
     config = transformer_config(shape, parallel, dtype)
     # Dropout is off and weights come from elsewhere: the seed only makes megatron's tracker exist.
     model_parallel_cuda_manual_seed(0)
-    model = Model(shape, config, parallel, [], lm_head, value_head)
+    model = Model(shape, config, parallel, [], lm_head, value_head, head_biased)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     for number in range(parallel.vpp):
         virtual = number if parallel.vpp > 1 else None
@@ -243,7 +247,8 @@ def build_model(
                 chunk.embedding.register_forward_hook(lambda _, __, output, factor=factor: output * factor)
             if chunk.post_process and not lm_head:
                 del chunk.output_layer
-            chunk.value_head = ValueHead(shape.hidden_size) if chunk.post_process and value_head else None
+            headed = chunk.post_process and value_head
+            chunk.value_head = ValueHead(shape.hidden_size, head_biased) if headed else None
         model.chunks.append(chunk.to(device=device, dtype=DTYPES[dtype]))
     return model
 

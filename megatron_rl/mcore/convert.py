@@ -67,7 +67,7 @@ def chunk_params(
     if not model.lm_head:
         output = FAMILIES[shape.architecture].output.megatron
         params = [param for param in params if param.name != output]
-    return params + (value_head_params(shape) if model.value_head and post_process else [])
+    return params + (value_head_params(shape, model.head_biased) if model.value_head and post_process else [])
 
 
 def lm_head_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -84,7 +84,7 @@ def tensor_shapes(model: Model, part: Part = "weights") -> dict[str, tuple[int, 
     shapes = hf_shapes(model.shape, FAMILIES[model.shape.architecture])
     if not model.lm_head:
         shapes = {name: size for name, size in shapes.items() if name not in lm_head_shapes(model.shape)}
-    return shapes | (value_head_shapes(model.shape) if model.value_head else {})
+    return shapes | (value_head_shapes(model.shape, model.head_biased) if model.value_head else {})
 
 
 def shards_of(model: Model, stage: int, chunk: int, part: Part = "weights") -> Iterator[tuple[LocalParam, ...]]:

@@ -69,7 +69,9 @@ def require_weights(cfg: RunConfig, needs_rewards: bool) -> None:
 
 def _weight_checks(cfg: RunConfig, needs_rewards: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     changes = cfg.model.override_config
-    if cfg.model.init == "pretrained":
+    if cfg.model.init == "pretrained" and cfg.needs.reward_head:
+        yield "model.path", lambda: _check_critic(cfg.model.path, biased=False)
+    elif cfg.model.init == "pretrained":
         yield "model.path", lambda: _check_weights(cfg.model.path, read_model_shape(cfg.model.path, changes=changes))
     if cfg.needs_reference and cfg.ref.path is not None:
         ref = str(cfg.ref.path)
@@ -86,13 +88,13 @@ def _check_weights(folder: str, shape: ModelShape) -> None:
     SafetensorsSource(folder).check(hf_shapes(shape, FAMILIES[shape.architecture]))
 
 
-def _check_critic(folder: str) -> None:
+def _check_critic(folder: str, biased: bool = True) -> None:
     shape, kind = read_critic_shape(folder)
     body = hf_shapes(shape, FAMILIES[shape.architecture])
     head = {name: size for name, size in body.items() if name.startswith("lm_head.")}
     body = {name: size for name, size in body.items() if name not in head}
     source = ValueHeadSource(SafetensorsSource(folder), kind, head if kind == "causal" else {})
-    source.check(body | value_head_shapes(shape))
+    source.check(body | value_head_shapes(shape, biased))
 
 
 def inspect(cfg: RunConfig, color: bool | None = None) -> Findings:

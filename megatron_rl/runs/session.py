@@ -14,12 +14,13 @@ from megatron_rl.cluster import stop
 from megatron_rl.cluster.nodes_return import wait_for_nodes
 from megatron_rl.cluster.stop import Stopped
 from megatron_rl.config.checks.folders import ROOT_KEY
+from megatron_rl.config.checks.model import read_actor_shape
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import batch_table, format_table, layout_table
 from megatron_rl.errors import BrokenCheckpoint, ClusterError, ConfigError, DataError, Fault, MegatronRLError, MissingDependency, P2PError
 from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.models.changes import OVERRIDE, describe_changes
-from megatron_rl.models.config_json import read_config, read_model_shape
+from megatron_rl.models.config_json import read_config
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.run_status import LastCheckpoint, StatusWriter
@@ -118,7 +119,7 @@ def _run(run: RunInFolder[StepT], start: Start) -> None:
     changes = cfg.model.override_config
     for line in describe_changes(read_config(cfg.model.path)[0] or {}, changes):
         progress.say(f"{OVERRIDE}: {line}")
-    progress.say(format_table(layout_table(cfg, read_model_shape(cfg.model.path, changes=changes))))
+    progress.say(format_table(layout_table(cfg, read_actor_shape(cfg))))
     require_sinks(cfg.trainer.logger)
     with run.status.told_end():
         _attempts(run, start)

@@ -224,6 +224,8 @@ class Trainer:
 def saved_form(cfg: RunConfig) -> SavedForm:
     """What a run writes of its actor."""
     lora = cfg.model.lora
+    if cfg.needs.reward_head:
+        return "reward_model"
     return "adapter" if lora.rank and lora.save == "adapter" else "language_model"
 
 

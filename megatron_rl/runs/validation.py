@@ -15,6 +15,7 @@ from megatron_rl.rewards.answers import extract_answer, vote
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.trainers.dpo import score_rows as score_preferences
+from megatron_rl.trainers.reward_model import score_rows as score_answers
 from megatron_rl.trainers.sft import score_rows
 from megatron_rl.types import FINISH_REASONS, Prompt, Rollouts
 
@@ -88,7 +89,11 @@ def validate_samples(parts: Parts, samples: Sequence[SftSample]) -> Validation:
 def validate_preferences(parts: Parts, rows: Sequence[PreferenceRow]) -> Validation:
     """Each row once: loss, accuracy, margins and rewards, as in training (algos/preference/metrics.py)."""
     data, loss = parts.cfg.data, parts.cfg.judged_loss
-    answers, nll = score_preferences(parts, rows, data.val_batch_size or data.train_batch_size)
+    at_once = data.val_batch_size or data.train_batch_size
+    if parts.cfg.needs.reward_head:
+        answers, nll = score_answers(parts, rows, at_once), 0.0
+    else:
+        answers, nll = score_preferences(parts, rows, at_once)
     figures = row_figures(loss, answers)
     means = figure_means(figures, [row.data_source for row in rows])
     means["loss"] += nll

@@ -10,12 +10,14 @@ from megatron_rl.trainers.dpo import dpo
 from megatron_rl.trainers.grpo import grpo
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.trainers.ppo import ppo
+from megatron_rl.trainers.reward_model import reward_model
 from megatron_rl.trainers.sft import sft
 
 TRAINERS: dict[AlgorithmName, Callable[[Parts], Flow]] = {
     "dpo": dpo,
     "grpo": grpo,
     "ppo": ppo,
+    "reward_model": reward_model,
     "sft": sft,
 }
 """algorithm.name -> the flow of its step"""

@@ -12,9 +12,10 @@ from megatron_rl.cluster.nodecheck_run import node_check
 from megatron_rl.cluster.resources import Device
 from megatron_rl.cluster.worker_group import WorkerGroup, start_group
 from megatron_rl.config.checks.lora import adapters_of
+from megatron_rl.config.checks.model import read_actor_shape
 from megatron_rl.config.run import RunConfig
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.config_json import read_critic_shape, read_model_shape
+from megatron_rl.models.config_json import read_critic_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.parallel.collectives import keeps_group_order
 from megatron_rl.parallel.topology import Topology, topology_of
@@ -101,7 +102,7 @@ def role_plans(
     others at all.
     """
     changes, actor = cfg.model.override_config, cfg.actor_training
-    shape = read_model_shape(cfg.model.path, changes=changes)
+    head, shape = cfg.needs.reward_head, read_actor_shape(cfg)
     random, adapters = cfg.model.init == "random", adapters_of(cfg.model.lora, shape)
     with_critic = critic_optimizer_steps is not None
     roles: dict[Role, RolePlan] = {
@@ -111,7 +112,10 @@ def role_plans(
             cfg.model.path,
             random,
             changes,
-            value_head=with_critic and cfg.critic.share_backbone,
+            lm_head=not head,
+            value_head=head or (with_critic and cfg.critic.share_backbone),
+            head_biased=not head,
+            stored_head=read_critic_shape(cfg.model.path, changes)[1] if head else "causal",
             training=actor,
             optimizer_steps=max(optimizer_steps, 1),
             offloaded=actor.offloaded if offload else (),

@@ -19,15 +19,15 @@ from megatron_rl.weights.safetensors import WeightSource
 VALUE_HEAD = WEIGHT, BIAS = "score.weight", "score.bias"
 
 
-def value_head_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def value_head_shapes(shape: ModelShape, biased: bool = True) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of the head's tensors."""
-    return {WEIGHT: (1, shape.hidden_size), BIAS: (1,)}
+    return {WEIGHT: (1, shape.hidden_size)} | ({BIAS: (1,)} if biased else {})
 
 
-def value_head_params(shape: ModelShape) -> list[LocalParam]:
+def value_head_params(shape: ModelShape, biased: bool = True) -> list[LocalParam]:
     """The head's Megatron parameters; every tensor-parallel rank holds them whole."""
     weight = LocalParam("value_head.weight", (1, shape.hidden_size), (Block(WEIGHT, (0, 1), (0, shape.hidden_size)),))
-    return [weight, LocalParam("value_head.bias", (1,), (Block(BIAS, (0, 1)),))]
+    return [weight, *([LocalParam("value_head.bias", (1,), (Block(BIAS, (0, 1)),))] if biased else [])]
 
 
 def token_classifier_config(shape: ModelShape) -> dict[str, Any]:
@@ -37,6 +37,18 @@ def token_classifier_config(shape: ModelShape) -> dict[str, Any]:
         "id2label": {"0": "value"},
         "label2id": {"value": 0},
         "classifier_dropout": 0.0,
+    }
+
+
+def sequence_classifier_config(shape: ModelShape, pad_token: int | None) -> dict[str, Any]:
+    """Entries of config.json that make a reward model a sequence classifier with one label. pad_token: what batches are
+    padded with, which transformers looks for to find the last token; None: it refuses batches.
+    """
+    return {
+        "architectures": [shape.architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "id2label": {"0": "reward"},
+        "label2id": {"reward": 0},
+        "pad_token_id": pad_token,
     }
 
 

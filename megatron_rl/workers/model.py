@@ -33,7 +33,13 @@ from megatron_rl.workers.records import Read, RolePlan, SavedForm
 def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device) -> Model:
     """The model of a plan on this rank, its weights read or drawn. Raises CheckpointError as mcore.convert.load_hf."""
     model = build_model(
-        plan.shape, plan.parallel, cfg.model.dtype, device, lm_head=plan.lm_head, value_head=plan.value_head
+        plan.shape,
+        plan.parallel,
+        cfg.model.dtype,
+        device,
+        lm_head=plan.lm_head,
+        value_head=plan.value_head,
+        head_biased=plan.head_biased,
     )
 
     def open_source() -> WeightSource:

@@ -21,7 +21,7 @@ from megatron_rl.mcore.save_plan import SavePlan
 from megatron_rl.observe.beat import beat, threads_count
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.weights.dtypes import DTYPES
-from megatron_rl.weights.heads import token_classifier_config
+from megatron_rl.weights.heads import sequence_classifier_config, token_classifier_config
 from megatron_rl.weights.marked_files import sync_folder
 from megatron_rl.weights.model_folder import Beside, cleared, complete, staging_of, unwritten
 from megatron_rl.weights.peft_files import write_adapter
@@ -203,8 +203,10 @@ def _completed(path: Path, staging: Path, plan: SavePlan, faults: list[str], bes
 
 def _beside(plan: RolePlan, form: SavedForm, cfg: RunConfig) -> Beside:
     """What stands beside the weights, and a look at it as the run reads it."""
-    model, head = cfg.model, token_classifier_config(plan.shape) if form == "value_model" else {}
-    renderer = run_renderer(cfg, plan.weights)
+    model, renderer = cfg.model, run_renderer(cfg, plan.weights)
+    head = token_classifier_config(plan.shape) if form == "value_model" else {}
+    if form == "reward_model":
+        head = sequence_classifier_config(plan.shape, renderer.pad_id_apart())
     return Beside(
         Path(plan.weights),
         Path(model.tokenizer_path or model.path),

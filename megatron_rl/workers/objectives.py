@@ -85,6 +85,21 @@ class PreferenceObjective:
 
 
 @dataclass(frozen=True)
+class ScoreObjective:
+    """A reward model's loss, by the scores of whole answers; hands back the scores."""
+
+    loss: JudgedLoss
+    sequences_per_row: int
+
+    def on(self, model: Model) -> mcore.HiddenLoss:
+        """See Objective."""
+        from megatron_rl.mcore.objectives import value_objective
+        from megatron_rl.parallel.groups import cp_group
+
+        return value_objective(model, AnswerLoss(self.loss, self.sequences_per_row, add_up=adder(cp_group())))
+
+
+@dataclass(frozen=True)
 class ValueObjective:
     """The critic's squared error of the returns. clip_range: how far from the old value the new one counts; 0
     turns clipping off.

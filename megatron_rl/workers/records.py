@@ -18,9 +18,9 @@ from megatron_rl.types import OffloadReport, StepReport
 
 Role = Literal["actor", "critic", "reference"]
 """What a model is for in a run; a TrainWorker holds its models by role."""
-SavedForm = Literal["language_model", "value_model", "adapter"]
-"""value_model: a token classifier with one label, which is what a critic is to transformers. adapter: what PEFT loads
-beside the model; a language_model has its adapters merged in."""
+SavedForm = Literal["language_model", "value_model", "reward_model", "adapter"]
+"""value_model: a token classifier with one label, which is what a critic is to transformers. reward_model: a sequence
+classifier with one label. adapter: what PEFT loads beside the model; a language_model has its adapters merged in."""
 ModelColumn = Literal["logprobs", "entropy", "greedy", "values"]
 """What a forward pass can give of each token (mcore.heads.READERS)."""
 
@@ -39,6 +39,7 @@ class RolePlan:
     """Entries laid over the folder's config.json, here and in a save."""
     lm_head: bool = True
     value_head: bool = False
+    head_biased: bool = True
     stored_head: HeadKind = "causal"
     """What the folder has after the transformer."""
     training: TrainingConfig | None = None

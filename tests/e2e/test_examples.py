@@ -181,7 +181,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 RUNS = {
-    "preferences": ("dpo",),
+    "preferences": ("dpo", "rm"),
     "quickstart": ("sft", "grpo", "dapo", "ppo"),
     "reasoning_gym": ("sft", "grpo", "ppo", "countdown"),
     "gsm8k": ("grpo", "ppo"),

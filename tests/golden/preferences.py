@@ -6,6 +6,7 @@ records them anew (preferences.json, beside this file) with TRL 1.16: pip instal
 and what it needs. Models are transformers' own, drawn from a seed.
 """
 
+# pyright: reportMissingImports=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 import json
@@ -37,7 +38,12 @@ SETTINGS: dict[str, dict[str, float]] = {
 def write_inputs(folder: Path) -> tuple[str, str, str]:
     """(model, reference, rows of pairs) in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     policy = Path(save_tiny(folder / "policy", layers=2, **sizes))
     made = folder / "quickstart"
     make(made, seed=0)
@@ -94,6 +100,7 @@ def _trl(name: str, policy: str, reference: str) -> tuple[float, dict[str, torch
 def _trl_step(
     name: str, settings: dict[str, float], pairs: list[tuple[str, str, str]], policy: str, reference: str
 ) -> tuple[float, dict[str, torch.Tensor]]:
+    # Installed apart: no part of the project's environment.
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
@@ -106,6 +113,7 @@ def _trl_step(
     rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
     config: Any
     trainer: Any
+    options: dict[str, Any] = {**settings}
     if name == "kto":
         rows = [
             {"prompt": row["prompt"], "completion": row[which], "label": which == "chosen"}
@@ -115,12 +123,12 @@ def _trl_step(
         config, trainer = KTOConfig, KTOTrainer
     elif name == "simpo":
         config, trainer = CPOConfig, CPOTrainer
-        settings = {"beta": settings["beta"], "simpo_gamma": settings["gamma"], "loss_type": "simpo", "cpo_alpha": 0.0}
+        options = {"beta": settings["beta"], "simpo_gamma": settings["gamma"], "loss_type": "simpo", "cpo_alpha": 0.0}
     elif name == "orpo":
         config, trainer = ORPOConfig, ORPOTrainer
     else:
         config, trainer = DPOConfig, DPOTrainer
-        settings = settings | {"loss_type": ["sigmoid" if name == "dpo" else name]}
+        options = settings | {"loss_type": ["sigmoid" if name == "dpo" else name]}
     with tempfile.TemporaryDirectory() as folder:
         args = config(
             output_dir=folder,
@@ -129,7 +137,7 @@ def _trl_step(
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            **settings,
+            **options,
         )
         models = {} if name in ("simpo", "orpo") else {"ref_model": load(reference)}
         model = load(policy)

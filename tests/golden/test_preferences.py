@@ -46,7 +46,7 @@ def our_digests(rank: int, world: int, inputs: tuple[str, str, str]) -> dict[str
         kl = estimate_kl(models, loaded, ref) if loss.mismatched and ref is not None else None
         report = update(models, loaded, rows, ref, kl).updates[0].report
         model = workers[0].trained["actor"].model
-        grads = dict(convert.export_hf(model, of=lambda p: p.main_grad))
+        grads = dict(convert.export_hf(model, of=lambda p: p.main_grad))  # type: ignore[attr-defined]
         found[name] = digest(report.loss, {name: grad.clone() for name, grad in grads.items()})
     return found
 

@@ -53,6 +53,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file = folder / f"runs/{example}/data/{name}.parquet"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
+    for name in ("pairs_train", "pairs_val"):
+        file = folder / f"runs/preferences/data/{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     return folder
 
 
@@ -66,7 +70,7 @@ def test_config_loads_and_is_what_its_name_says(path: Path, checkout: Path, monk
     config = load_config([str(path)])
     name = NAME.fullmatch(path.name)
     assert name, f"{path.name}: name it <algorithm>-<model>-<n>n<g>g[-<strategy>].yaml"
-    assert config.algorithm.name == name[1]
+    assert config.algorithm.name == {"rm": "reward_model"}.get(name[1], name[1])
     assert config.cluster.nnodes == int(name[3])
     assert config.cluster.n_gpus_per_node == int(name[4])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.algos.preference.base import PreferenceLoss
 from megatron_rl.algos.preference.losses import Cdpo, Dpo, Ipo, Kto, Orpo, Simpo
+from megatron_rl.algos.preference.scores import BradleyTerry, Regression, ScoreLoss
 
 PREFERENCE_LOSSES: dict[str, type[PreferenceLoss]] = {
     "dpo": Dpo,
@@ -14,3 +15,5 @@ PREFERENCE_LOSSES: dict[str, type[PreferenceLoss]] = {
     "orpo": Orpo,
 }
 """algorithm.loss.type -> its class"""
+SCORE_LOSSES: dict[str, type[ScoreLoss]] = {"bradley_terry": BradleyTerry, "regression": Regression}
+"""algorithm.reward_loss.type -> its class"""

@@ -65,6 +65,10 @@ class JudgedLoss(Variant, ABC):
     """It compares the policy with a frozen model."""
     mismatched: ClassVar[bool] = False
     """Each row comes with another row's answer to its own prompt, by which a KL is estimated."""
+    reads_margins: ClassVar[bool] = False
+    """A pair's margin counts."""
+    value_is: ClassVar[str] = "logprob"
+    """What the model's value of an answer is called in metrics."""
     adds_nll: ClassVar[bool] = False
     """The caller adds the negative log-likelihood of the chosen texts, prompts included, averaged over their tokens."""
 

@@ -25,11 +25,18 @@ _LEAST_ODDS = 1e-12
 
 @section
 class Dpo(ReferenceLoss):
-    """-log sigma(beta delta). Rafailov et al. 2023 (DPO), equation 7."""
+    """-log sigma(beta delta) - nll_coef m_chosen, m = logp / tokens. Rafailov et al. 2023 (DPO), equation 7; the second
+    term is of Pang et al. 2024 (iterative reasoning preference optimization, RPO), equation 1.
+    """
+
+    nll_coef: NonNegativeFloat = 0.0
+    """Weight of the chosen answers' negative log-likelihood of a token: DPO alone may make both answers less likely,
+    and others more."""
 
     def __call__(self, answers: Answers) -> Tensor:
         """[R] losses."""
-        return -log_sigmoid(self.beta * differences(answers.log_ratios))
+        losses = -log_sigmoid(self.beta * differences(answers.log_ratios))
+        return losses - self.nll_coef * answers.mean_logprobs[0::2] if self.nll_coef else losses
 
 
 @section

@@ -16,33 +16,34 @@ def row_figures(loss: JudgedLoss, answers: Answers) -> dict[str, Tensor]:
     """name -> [R] float64 figures of rows, NaN where a row has none.
 
     Of pairs: accuracy (1 if the chosen answer has the higher reward, else 0), margin (of the rewards), and of either
-    answer reward, logprob and length. Of labelled rows: accuracy (1 if the reward is above beta z0 just if the answer
-    is good), and the same of good ones as chosen and of bad ones as rejected. Of scored rows: error, the square of
-    the score less the target.
+    answer reward, logprob (of a reward model: score) and length. Of labelled rows: accuracy (1 if the reward is above
+    beta z0 just if the answer is good), and the same of good ones as chosen and of bad ones as rejected. Of scored
+    rows: error (how far the score is from the target), score and length.
     """
     rewards = loss.rewards(answers)
     figures: dict[str, Tensor] = {"loss": loss(answers)}
     if loss.rows == "scored":
-        return figures | {"error": (rewards - answers.targets).square(), "reward": rewards, "length": answers.lens}
+        return figures | {"error": (rewards - answers.targets).abs(), "score": rewards, "length": answers.lens}
     if loss.rows == "pairs":
         chosen, rejected = slice(0, None, 2), slice(1, None, 2)
         margins = differences(rewards)
         figures |= {"accuracy": (margins > 0).double(), "margin": margins}
         sides = {"chosen": chosen, "rejected": rejected}
         for side, which in sides.items():
-            figures |= {f"{side}_{name}": of[which] for name, of in _each(answers, rewards).items()}
+            figures |= {f"{side}_{name}": of[which] for name, of in _each(loss, answers, rewards).items()}
         return figures
     good = answers.targets > 0
     # What the loss compares an answer with: the reward of an answer as likely as z0 says.
     even = loss.rewards(Answers(torch.full_like(rewards, answers.kl), torch.zeros_like(rewards), answers.lens, good))
     figures["accuracy"] = ((rewards > even) == good).double()
+    found = _each(loss, answers, rewards)
     for side, here in (("chosen", good), ("rejected", ~good)):
-        figures |= {f"{side}_{name}": of.masked_fill(~here, torch.nan) for name, of in _each(answers, rewards).items()}
+        figures |= {f"{side}_{name}": of.masked_fill(~here, torch.nan) for name, of in found.items()}
     return figures
 
 
-def _each(answers: Answers, rewards: Tensor) -> dict[str, Tensor]:
-    return {"reward": rewards, "logprob": answers.values, "length": answers.lens}
+def _each(loss: JudgedLoss, answers: Answers, rewards: Tensor) -> dict[str, Tensor]:
+    return {"reward": rewards, loss.value_is: answers.values, "length": answers.lens}
 
 
 def figure_means(figures: dict[str, Tensor], sources: Sequence[str]) -> dict[str, float]:

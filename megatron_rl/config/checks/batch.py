@@ -50,7 +50,9 @@ def token_budget(cfg: RunConfig) -> list[Fault]:
     """The longest sequence fits into one forward pass."""
     cp = cfg.actor.cp
     # Context parallelism pads a sequence until 2 cp chunks of it are equal.
-    needed = cfg.max_sequence_length if cp == 1 else -(-cfg.max_sequence_length // (2 * cp)) * 2
+    # A reward model's score is read where one more token would be predicted.
+    longest = cfg.max_sequence_length + (1 if cfg.needs.reward_head else 0)
+    needed = longest if cp == 1 else -(-longest // (2 * cp)) * 2
     needed *= cfg.sequences_together
     if cfg.actor.max_tokens_per_gpu >= needed:
         return []

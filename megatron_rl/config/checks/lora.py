@@ -42,6 +42,9 @@ def lora_belongs(cfg: RunConfig) -> list[Fault]:
         reason = "adapters belong to weights in files, and these are drawn from a seed"
         cure = "write them first (megatron-rl export), and name that folder in model.path with model.init=pretrained"
         faults.append(Fault("model.init", "random", reason, cure))
+    if cfg.needs.reward_head:
+        reason = "a reward model's head on a backbone with adapters is not offered"
+        faults.append(Fault("model.lora.rank", lora.rank, reason, "set it to 0: all weights train"))
     if cfg.critic.enable and cfg.critic.share_backbone:
         reason = "a value head on a backbone with adapters is not offered"
         faults.append(Fault("model.lora.rank", lora.rank, reason, "set critic.share_backbone=false"))

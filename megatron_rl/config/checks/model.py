@@ -9,7 +9,13 @@ from megatron_rl.config.checks.vocabulary import vocabulary_faults
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import DataError, Fault
 from megatron_rl.messages import short
-from megatron_rl.models.config_json import Changes, inspect_model
+from megatron_rl.models.config_json import (
+    Changes,
+    inspect_critic,
+    inspect_model,
+    read_critic_shape,
+    read_model_shape,
+)
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.rules import hf_shapes
 from megatron_rl.models.shape import ModelShape
@@ -33,12 +39,32 @@ class ModelShapes:
 
     def actor(self, cfg: RunConfig) -> ModelShape | None:
         """The shape of model.path; None if it cannot be read, which the check `model` reports."""
-        return self.inspect(cfg.model.path, "model.path", cfg.model.override_config)[0]
+        return self.inspect_actor(cfg)[0]
+
+    def inspect_actor(self, cfg: RunConfig) -> tuple[ModelShape | None, list[Fault]]:
+        """The shape of model.path and its faults. A reward model starts from a language model or a reward model."""
+        path, key, changes = cfg.model.path, "model.path", cfg.model.override_config
+        if not cfg.needs.reward_head:
+            return self.inspect(path, key, changes)
+        if (path, key) not in self._read:
+            shape, kind, faults = inspect_critic(path, key, changes)
+            if kind == "token":
+                reason = "is a token classifier, whose head has a bias that a reward model has no place for"
+                faults = [*faults, Fault(key, path, reason, "use a language model, or a sequence classifier")]
+            self._read[path, key] = (None if faults else shape), faults
+        shape, faults = self._read[path, key]
+        return shape, [*faults]
 
 
 def model(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The model's folder describes a model that is supported."""
-    return models.inspect(cfg.model.path, "model.path", cfg.model.override_config)[1]
+    return models.inspect_actor(cfg)[1]
+
+
+def read_actor_shape(cfg: RunConfig) -> ModelShape:
+    """The shape of model.path. Raises ConfigError with every fault."""
+    path, changes = cfg.model.path, cfg.model.override_config
+    return read_critic_shape(path, changes)[0] if cfg.needs.reward_head else read_model_shape(path, changes=changes)
 
 
 def weights(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
@@ -46,7 +72,9 @@ def weights(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     if cfg.model.init != "pretrained" or not (Path(cfg.model.path) / "config.json").is_file():
         return []
     otherwise = ", or set model.init=random to start from random weights"
-    return weight_faults(cfg.model.path, "model.path", models.actor(cfg), otherwise)
+    # What a reward model's folder has after the transformer is looked at before workers start.
+    shape = None if cfg.needs.reward_head else models.actor(cfg)
+    return weight_faults(cfg.model.path, "model.path", shape, otherwise)
 
 
 def weight_faults(folder: str, key: str, shape: ModelShape | None, otherwise: str = "") -> list[Fault]:
@@ -109,8 +137,8 @@ def unused_reference(cfg: RunConfig) -> list[Fault]:
     if not cfg.needs.rollouts:
         reason = f"algorithm.name {cfg.algorithm.name} has no reference model"
     if cfg.needs.preferences:
-        reason = "algorithm.loss has no reference model"
-        return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or set algorithm.loss=dpo")]
+        reason = "the loss has no reference model"
+        return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or use algorithm.loss=dpo")]
     return [Fault("ref.path", cfg.ref.path, reason, "leave it out, or turn one of the two on in a GRPO run")]
 
 

@@ -57,12 +57,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         why = f"algorithm.name {cfg.algorithm.name} does not read it"
         own = ("data.label_key",) if cfg.needs.preferences and cfg.judged_loss.rows != "pairs" else ()
         yield from ((key, why) for key in (*_OF_ROLLOUTS, *chosen) if key not in own)
-    if cfg.needs.preferences:
-        yield "actor.loss_agg_mode", "losses of preferences are averaged over rows"
-    else:
-        names = [key.name for key, _ in settings_of(cfg) if key.name.startswith("algorithm.loss.")]
-        why = f"algorithm.name {cfg.algorithm.name} does not read it"
-        yield from ((key, why) for key in (*names, "data.chosen_key", "data.rejected_key"))
+    yield from _unread_of_preferences(cfg)
     if not cfg.actor.use_kl_loss:
         yield from ((f"actor.{key}", "actor.use_kl_loss is off") for key in ("kl_loss_coef", "kl_loss_type"))
     if not cfg.algorithm.use_kl_in_reward:
@@ -87,6 +82,20 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"actor.overlap_{what}", "one rank has each weight") for what in ("grad_reduce", "param_gather"))
     yield from ((f"rollout.{key}", why) for key, why in _unread_of_rollout(cfg))
     yield from ((f"cluster.{key}", why) for key, why in _unread_of_cluster(cfg))
+
+
+def _unread_of_preferences(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    preferences, why = cfg.needs.preferences, f"algorithm.name {cfg.algorithm.name} does not read it"
+    if preferences:
+        yield "actor.loss_agg_mode", "losses of preferences are averaged over rows"
+    else:
+        yield from ((f"data.{key}", why) for key in ("chosen_key", "rejected_key"))
+    if not preferences or not cfg.judged_loss.reads_margins:
+        yield "data.margin_key", "only the pairs of a reward model have margins"
+    for section, reads in (("loss", not cfg.needs.reward_head), ("reward_loss", cfg.needs.reward_head)):
+        if not (preferences and reads):
+            names = [key.name for key, _ in settings_of(cfg) if key.name.startswith(f"algorithm.{section}.")]
+            yield from ((key, why) for key in names)
 
 
 def _unread_of_cluster(cfg: RunConfig) -> Iterator[tuple[str, str]]:

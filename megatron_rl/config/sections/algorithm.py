@@ -9,9 +9,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from megatron_rl.algos.estimators import ESTIMATORS
 from megatron_rl.algos.estimators.base import Estimator
 from megatron_rl.algos.estimators.grpo import Grpo
-from megatron_rl.algos.preference import PREFERENCE_LOSSES
+from megatron_rl.algos.preference import PREFERENCE_LOSSES, SCORE_LOSSES
 from megatron_rl.algos.preference.base import PreferenceLoss
 from megatron_rl.algos.preference.losses import Dpo
+from megatron_rl.algos.preference.scores import BradleyTerry, ScoreLoss
 from megatron_rl.config.algorithms import AlgorithmName
 from megatron_rl.config.sections.actor import KlType
 from megatron_rl.config.sections.base import Choice, section
@@ -102,6 +103,9 @@ class AlgorithmConfig:
     loss: Annotated[PreferenceLoss, Choice(PREFERENCE_LOSSES, "dpo", {})] = Field(default_factory=Dpo)
     """Loss of algorithm.name dpo: a name of megatron_rl.algos.preference.PREFERENCE_LOSSES (dpo, cdpo, ipo, kto, simpo,
     orpo), or that as `type` beside its settings."""
+    reward_loss: Annotated[ScoreLoss, Choice(SCORE_LOSSES, "bradley_terry", {})] = Field(default_factory=BradleyTerry)
+    """Loss of algorithm.name reward_model: bradley_terry (pairs) or regression (answers with a number), or that as
+    `type` beside its settings."""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef * KL(policy, reference) from the reward."""
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)

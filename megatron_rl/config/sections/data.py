@@ -42,7 +42,8 @@ class DataConfig:
     """How to read a prompt that is a string: as the text given to the model, or as a user message for the template."""
     label_key: str | None = None
     """Column of the ground truth; if unset, the first of reward_model.ground_truth, ground_truth, answer and label.
-    KTO's rows: column of the label, true or false; if unset, label."""
+    KTO's rows: column of the label, true or false; if unset, label. A reward model's regression: column of the number;
+    if unset, score."""
     metadata_key: str | None = None
     """Column of the mapping passed to the reward as extra_info; if unset, extra_info, else metadata."""
     data_source_key: str = "data_source"
@@ -55,6 +56,9 @@ class DataConfig:
     none of its own."""
     rejected_key: str = "rejected"
     """Column of the worse answer, in the same form."""
+    margin_key: str = "margin"
+    """Column of a pair's margin (reward models): the number by which the better answer's score shall be higher; rows
+    without it have 0."""
     messages_key: str = "messages"
     """Column of the conversation (SFT rows with chat messages)."""
     tools_key: str = "tools"

@@ -12,6 +12,7 @@ from megatron_rl.algos.preference import PREFERENCE_LOSSES
 from megatron_rl.algos.preference.base import Answers
 from megatron_rl.algos.preference.losses import Dpo, Kto, Orpo
 from megatron_rl.algos.preference.metrics import figure_means, row_figures
+from megatron_rl.algos.preference.scores import BradleyTerry, Regression
 from megatron_rl.algos.preference.tokens import AnswerLoss, kl_estimate
 
 VALUES, REFS, LENS = [-3.0, -8.0, -20.0, -1.5], [-4.0, -7.0, -18.0, -2.0], [3.0, 5.0, 7.0, 2.0]
@@ -66,12 +67,33 @@ def test_losses_equal_their_papers_formulas(name: str) -> None:
     assert losses.tolist() == pytest.approx(EXPECTED[name], rel=1e-12)
 
 
+def test_dpo_may_add_the_nll_of_chosen_answers() -> None:
+    losses = Dpo(nll_coef=0.5)(answers_of("dpo"))
+    wanted = [plain - 0.5 * _mean(c) for plain, c in zip(EXPECTED["dpo"], (0, 2), strict=True)]
+    assert losses.tolist() == pytest.approx(wanted, rel=1e-12)
+
+
 def test_the_slope_at_the_start_is_half_of_beta() -> None:
     """Policy and reference are one at the first step: a slope of 0 or beta there would not show in losses."""
     values = torch.tensor([-2.0, -3.0], dtype=torch.float64, requires_grad=True)
     two, none = torch.ones(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     Dpo(beta=0.5)(Answers(values, values.detach(), two, none)).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [-0.25, 0.25]
+
+
+def test_scores_of_reward_models_by_hand() -> None:
+    scores = torch.tensor([2.0, 0.5, -1.0, 1.0], dtype=torch.float64)
+    pairs = Answers(scores, scores * 0, torch.ones(4), torch.tensor([0.25, 0.0], dtype=torch.float64))
+    wanted = [-math.log(_sigma(1.5 - 0.25)), -math.log(_sigma(-2.0))]
+    assert BradleyTerry()(pairs).tolist() == pytest.approx(wanted)
+    centered = [wanted[0] + 0.1 * 2.5**2, wanted[1]]
+    assert BradleyTerry(center_coef=0.1)(pairs).tolist() == pytest.approx(centered)
+    means = figure_means(row_figures(BradleyTerry(), pairs), ["a", "a"])
+    assert (means["accuracy"], means["margin"], means["chosen_score"]) == (0.5, -0.25, 0.5)
+    assert "chosen_logprob" not in means
+    single = Answers(scores[:2], scores[:2] * 0, torch.ones(2), torch.tensor([1.0, 1.0], dtype=torch.float64))
+    assert Regression()(single).tolist() == [1.0, 0.25]
+    assert figure_means(row_figures(Regression(), single), ["a", "b"])["error/b"] == 0.5
 
 
 def test_certain_answers_have_finite_odds() -> None:
@@ -169,5 +191,6 @@ def test_metrics_of_pairs_and_of_labels_by_source() -> None:
     assert labels["accuracy"] == 0.75 and labels["chosen_reward"] == pytest.approx(0.075)
     assert labels["margin"] == pytest.approx(0.075 + 0.15) and "accuracy/a" not in labels
     # Equal rewards are no preference.
-    even = Answers(*(torch.ones(2, dtype=torch.float64) for _ in range(3)), torch.zeros(1))
+    one = torch.ones(2, dtype=torch.float64)
+    even = Answers(one, one, one, torch.zeros(1))
     assert figure_means(row_figures(Dpo(), even), ["a"])["accuracy"] == 0.0

@@ -211,7 +211,7 @@ def test_a_value_out_of_range_names_the_bound(tmp_path: Path, override: str, rea
 
 def test_a_choice_that_does_not_exist_lists_the_choices(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "algorithm.name=gpro")
-    assert fault.cure == "did you mean grpo? choices: dpo, grpo, ppo, sft"
+    assert fault.cure == "did you mean grpo? choices: dpo, grpo, ppo, reward_model, sft"
     fault = only_fault(tmp_path, "trainer.logger=[console,wandbb]")
     assert fault.key == "trainer.logger[1]" and "did you mean wandb?" in fault.cure
 

@@ -21,10 +21,10 @@ def renderer() -> Renderer:
     return Renderer(str(quickstart() / "model"), "plain")
 
 
-def load(renderer: Renderer, path: str, kind: Any = "pairs", **fields: Any) -> PreferenceSet:
+def load(renderer: Renderer, path: str, kind: Any = "pairs", *, margins: bool = False, **fields: Any) -> PreferenceSet:
     lengths = {"max_prompt_length": 16, "max_response_length": 8}
     cfg = DataConfig(**{"train_files": ["unused"], "chat_template": "plain", **lengths, **fields})
-    return load_preferences(cfg, [path], renderer, kind=kind)
+    return load_preferences(cfg, [path], renderer, kind=kind, margins=margins)
 
 
 def shown(renderer: Renderer, found: PreferenceSet) -> list[list[tuple[str, str]]]:
@@ -58,13 +58,15 @@ def test_pairs_of_text_and_of_messages_with_and_without_a_prompt_are_one(
         {"prompt": "4+5=", "chosen": said("4+5=", "9"), "rejected": said("4+5=", "8")},
         {"prompt": said("4+5="), "chosen": "9", "rejected": "8"},
     ]
+    empty = load(renderer, write_jsonl(tmp_path / "empty.jsonl", [layouts[0] | {"rejected": ""}]))
+    assert shown(renderer, empty) == [[("4+5=", f"9{END}"), ("4+5=", END)]]
     for number, row in enumerate(layouts):
         path = write(tmp_path / f"{number}{'.parquet' if write is write_parquet else '.jsonl'}", [row])
         assert shown(renderer, load(renderer, path)) == wanted, row
 
 
 def test_a_prompt_is_a_users_message_where_that_is_said(tmp_path: Path) -> None:
-    renderer = Renderer(chat_folder(tmp_path / "chat"), "tokenizer")
+    renderer = Renderer(str(chat_folder(tmp_path / "chat")), "tokenizer")
     row = {"prompt": "4+5=", "chosen": said("9", first="assistant"), "rejected": said("8", first="assistant")}
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     limits = {"chat_template": "tokenizer", "max_prompt_length": 64, "max_response_length": 64}
@@ -162,6 +164,27 @@ def test_labelled_rows_come_with_another_rows_answer(tmp_path: Path, renderer: R
     bad = [rows[0] | {"label": "good"}, rows[2] | {"label": None}]
     with pytest.raises(DataError, match=r"(?s)row 1: 'label' is 'good' -- give true .*row 2: there is no 'label'"):
         load(renderer, write_jsonl(tmp_path / "c.jsonl", bad), "labelled")
+
+
+def test_margins_and_numbers_of_reward_models(tmp_path: Path, renderer: Renderer) -> None:
+    pair = {"prompt": "4+5=", "chosen": "9", "rejected": "8"}
+    path = write_jsonl(tmp_path / "a.jsonl", [pair | {"margin": 0.5}, pair])
+    assert [row.target for row in load(renderer, path, margins=True).items] == [0.5, 0.0]
+    # Other losses of pairs have no margins, and say so.
+    plain = load(renderer, path)
+    assert [row.target for row in plain.items] == [0.0, 0.0]
+    assert plain.notes == ("columns that are not used: margin (1 rows)",)
+    scored = {"prompt": "4+5=", "response": "9", "score": 3}
+    path = write_jsonl(tmp_path / "b.jsonl", [scored, scored | {"score": -1.5}])
+    found = load(renderer, path, "scored")
+    assert [(row.target, len(row.answers)) for row in found.items] == [(3.0, 1), (-1.5, 1)]
+    bad = [scored | {"score": None}, scored | {"score": True}, scored | {"score": "3"}]
+    with pytest.raises(
+        DataError, match=r"(?s)row 1: there is no 'score'.*row 2: 'score' is True.*row 3: 'score' is '3'"
+    ):
+        load(renderer, write_jsonl(tmp_path / "c.jsonl", bad), "scored")
+    with pytest.raises(DataError, match="'margin' is 'much' -- give a number"):
+        load(renderer, write_jsonl(tmp_path / "d.jsonl", [pair | {"margin": "much"}]), margins=True)
 
 
 def test_pairs_serve_a_loss_of_labels_good_ones_first(tmp_path: Path, renderer: Renderer) -> None:

@@ -25,6 +25,7 @@ SETTINGS: dict[str, list[str]] = {
     "ppo shared": [*GAE, "critic.share_backbone=true"],
     "sft": [],
     "dpo": [],
+    "reward_model": [],
     "dpo kto": ["algorithm.loss=kto"],
     "dpo orpo": ["algorithm.loss=orpo"],
 }
@@ -36,6 +37,7 @@ NODES = {
     "ppo shared": "generate reward assemble both_heads values advantages update publish",
     "sft": "assemble update watch_loss",
     "dpo": "assemble ref_sums update",
+    "reward_model": "assemble update",
     "dpo kto": "assemble ref_sums estimate_kl update",
     "dpo orpo": "assemble update",
 }
