@@ -22,8 +22,11 @@ from megatron_rl.errors import MissingDependency, RolloutError
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
-from megatron_rl.models.rules import constants, hf_shapes
+from megatron_rl.models.layouts import Block
+from megatron_rl.models.rules import LocalParam, constants, hf_shapes
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.beat import beat
+from megatron_rl.reshard.views import flat_rows
 from megatron_rl.rollout.engine import (
     EnginePart,
     EngineSettings,
@@ -34,7 +37,6 @@ from megatron_rl.rollout.engine import (
     whole_update,
 )
 from megatron_rl.types import FINISH_REASONS, Samples
-from megatron_rl.weights.stacks import stacked
 
 _CPU_KV_CACHE_GB = 0.25
 
@@ -347,31 +349,52 @@ class VllmEngine:
         self._now_holds(version)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See RolloutEngine. Uses vLLM's own layer-wise reload, which knows fused and prepacked layouts."""
+        """See RolloutEngine. If it can, by vLLM's layer-wise reload, which knows fused and prepacked layouts."""
         if self._shared:
             raise RolloutError(
                 f"update_weights: {len(self._shared)} parameters of this engine are the trainer's own memory and would "
                 "be overwritten; write the others between begin_update and end_update, or build it without shared ones"
             )
-        if self._asleep:
-            self._llm.wake_up(tags=["weights"])
         # Until all have come, what it holds is of no version.
         self._version = -1
-        whole = stacked(whole_update(tensors, self._expected(), self._settings.model_path))
+        shape = read_model_shape(self._settings.model_path)
+        table = self._table(shape)
+        whole = whole_update(tensors, hf_shapes(shape, FAMILIES[shape.architecture]), self._settings.model_path)
+        if FAMILIES[shape.architecture].compute.sinks:
+            # vLLM's loader of gpt-oss writes past the layer-wise reload, which would leave noise without a word.
+            self._write_whole(whole, table)
+            self.end_update(version)
+            return
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole})
         # vLLM may stop reading early; the rest, and the end, say what is missing.
         for name, _ in whole:
             raise RolloutError(f"update_weights: vLLM did not take {name}")
         self._now_holds(version)
 
-    def _expected(self) -> dict[str, tuple[int, ...]]:
-        """HF name -> shape of all tensors of an update, once the engine's own parameters are those of the table."""
-        shape = read_model_shape(self._settings.model_path)
+    def _table(self, shape: ModelShape) -> tuple[LocalParam, ...]:
+        """The table's parameters by the engine's names; ReshardError if the engine's are others."""
         family, part = FAMILIES[shape.architecture], self._part
         params = engine_params(shape, family, tp=part.tp, tp_rank=part.tp_rank, ep=part.ep, ep_rank=part.ep_rank)
         constant = constants(shape, family)
-        live_params(params, {name: size for name, size in self.shapes().items() if name not in constant})
-        return hf_shapes(shape, family)
+        return live_params(params, {name: size for name, size in self.shapes().items() if name not in constant})
+
+    @torch.no_grad()
+    def _write_whole(self, tensors: Iterable[tuple[str, torch.Tensor]], table: tuple[LocalParam, ...]) -> None:
+        """This rank's part of each tensor into the parameters; their padding becomes 0."""
+        self.begin_update()
+        held, targets = self.parameters(), dict[str, list[tuple[torch.Tensor, Block]]]()
+        for param in table:
+            rows, top = flat_rows(held[param.name]), 0
+            for block in param.blocks:
+                targets.setdefault(block.hf_name, []).append((rows[top : top + block.num_rows], block))
+                top += block.num_rows
+            rows[top:].zero_()
+        for name, tensor in tensors:
+            for target, block in targets.get(name, ()):
+                part = tensor[slice(*block.rows)]
+                target.copy_(part if block.cols is None else part[:, slice(*block.cols)])
 
     def _now_holds(self, version: int) -> None:
         self._version, self._calls = version, 0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -245,8 +245,26 @@ class TrainerLoader(DummyModelLoader):
         _result.loaded_names = frozenset(
             f"{place}.{name}".lstrip(".") for place, marks in self._marks.items() for name in marks
         )
+        _refuse_copied_sinks(model)
         _result.shared = share(model, _shared, _result.packed)
         return model
+
+
+def _refuse_copied_sinks(model: nn.Module) -> None:
+    """Raise ReshardError if attention reads its sinks from a copy, which no update would reach: some kernels take them
+    in float32 alone.
+    """
+    own = {param.data_ptr() for param in model.parameters()}
+    for place, module in model.named_modules():
+        sinks = vars(module.impl).get("sinks") if isinstance(module, Attention) else None
+        if not isinstance(sinks, torch.Tensor):
+            continue
+        # The CPU build copies those of float16 in its first pass.
+        if sinks.data_ptr() not in own or (sinks.device.type == "cpu" and sinks.dtype == torch.float16):
+            raise ReshardError(
+                f"vLLM's kernel reads the sinks of {place} from a copy, which no update changes -- choose another "
+                "rollout.engine_kwargs.attention_backend (FLASH_ATTN or TRITON_ATTN), or rollout.dtype=bfloat16"
+            )
 
 
 def share(

@@ -226,15 +226,16 @@ def test_max_model_len_is_an_error_and_never_a_cut(tmp_path: Path) -> None:
         engine.generate([Request((1, 2, 3, 4, 5))], sampling)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_hf_engine_agrees_with_its_own_model(tmp_path: Path, family: str) -> None:
     """The yardstick engine: log-probabilities of transformers' forward pass, stop ids kept, seeds per sample."""
     from megatron_rl.rollout.engine import Request, Sampling, make_engine
+    from megatron_rl.weights.safetensors import SafetensorsSource
 
-    folder = save_tiny(tmp_path / "model", family)
+    folder = save_tiny(tmp_path / "model", family, tied=family != "gpt_oss")
     model = load_hf_model(folder)
     engine = make_engine(_settings(folder, "hf"))
-    engine.update_weights(load_file(f"{folder}/model.safetensors").items(), 0)
+    engine.update_weights(SafetensorsSource(folder).tensors(), 0)
     sampling = Sampling(n=3, temperature=0.8, top_p=1.0, top_k=-1, max_tokens=6, stop_token_ids=(7,))
     requests = [Request((5, 6, 9), seed=3), Request((4, 2), seed=50)]
     answers = by_request(engine.generate(requests, sampling), sampling.n)

@@ -14,6 +14,7 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.config_json import read_model_shape
 from megatron_rl.models.engine import engine_params, live_params
 from megatron_rl.models.rules import LocalParam, megatron_params
+from megatron_rl.weights.safetensors import SafetensorsSource
 from tests.e2e.test_vllm_rollout import _gaps, _settings
 from tests.helpers.rollouts import by_request
 from tests.helpers.run_ranks import run_ranks
@@ -194,16 +195,26 @@ def _experts_on_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {"gaps": gaps, "reports": reports, "shared": shared, "inside": inside}
 
 
+WEIGHTS = {"w13_weight", "w2_weight"}
+
+
 @needs_cpu_engine
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
-def test_experts_of_the_engine_are_the_memory_of_the_trainer(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "stacks"),
+    [
+        ("qwen3_moe", WEIGHTS),
+        pytest.param("glm4_moe", WEIGHTS, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", WEIGHTS | {"w13_bias", "w2_bias"}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_of_the_engine_are_the_memory_of_the_trainer(tmp_path: Path, family: str, stacks: set[str]) -> None:
     """W6, W7: also where the engine's kernel needs another form, which is made from that memory at each sync."""
     folder = save_tiny(tmp_path / "model", family, tied=False, layers=2)
     (found,) = run_ranks(1, _experts_on_rank, folder, timeout=240.0)
     assert max(found["gaps"]) < 1e-4, found["gaps"]
     assert found["inside"] == found["shared"]
     experts = {name.rpartition(".")[2] for name in found["shared"] if ".experts." in name}
-    assert experts == {"w13_weight", "w2_weight"}
+    assert experts == stacks
     assert all(one.aliased_bytes > 2 * one.local_bytes > 0 == one.moved_bytes for one in found["reports"])
 
 
@@ -276,7 +287,7 @@ def _families_on_rank(rank: int, world: int, folders: dict[str, str]) -> dict[st
         engine = make_engine(_settings(folder, ranks=tuple(range(world))))
         shape = read_model_shape(folder)
         table = list(engine_params(shape, FAMILIES[shape.architecture], tp=world, tp_rank=rank))
-        tensors = load_file(f"{folder}/model.safetensors")
+        tensors = dict(SafetensorsSource(folder).tensors())
         live = live_params(table, engine.shapes())
         with pytest.raises(ReshardError, match=r"the engine lacks model\.norm\.extra"):
             live_params([*table, type(table[0])("model.norm.extra", (1,), ())], engine.shapes())
@@ -305,9 +316,8 @@ def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: in
     """Names, shapes and dtypes agree with the table; writing a table's parts equals giving whole tensors, in layers
     with experts too, whose kernels want them packed. A surplus or a lack is an error that names it.
     """
-    families = (
-        ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "glm4_moe") if tp == 1 else ("qwen3_moe",)
-    )
+    with_experts = ("qwen3_moe", "gpt_oss")
+    families = ("qwen2", "llama", "qwen3", "mixtral", "gemma3_text", "glm4_moe", *with_experts) if tp == 1 else with_experts
     folders = {name: save_tiny(tmp_path / name, name, tied=False, layers=2) for name in families}
     for rank in run_ranks(tp, _families_on_rank, folders, timeout=400.0):
         for family, found in rank.items():

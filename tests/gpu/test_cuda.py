@@ -19,9 +19,10 @@ pytestmark = pytest.mark.gpu
 REPO = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 50, 700])
-def test_varlen_attention_equals_grouped_attention(window: int) -> None:
-    """Forward and backward, grouped-query heads, lengths from 1 to 700, bfloat16."""
+def test_varlen_attention_equals_grouped_attention(window: int, with_sinks: bool) -> None:
+    """Forward and backward, grouped-query heads, lengths from 1 to 700, bfloat16; sinks' gradients too."""
     from megatron_rl.mcore.attention import grouped_attention, varlen_attention
     from megatron_rl.mcore.packing import pack
     from megatron_rl.models.rope import Rope, Rotation
@@ -40,9 +41,11 @@ def test_varlen_attention_equals_grouped_attention(window: int) -> None:
             torch.randn(total, heads, 64, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for heads in (8, 2, 2)
         )
-        out = attend(q, k, v, packed, 64**-0.5, window)
+        sinks = 2.0 * torch.randn(8, generator=generator, device="cuda")
+        sinks = sinks.bfloat16().requires_grad_() if with_sinks else None
+        out = attend(q, k, v, packed, 64**-0.5, window, sinks)
         (out.float() * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
-        found.append([out, q.grad, k.grad, v.grad])
+        found.append([out, q.grad, k.grad, v.grad, *([sinks.grad] if sinks is not None else [])])
     for plain, flash in zip(*found, strict=True):
         assert plain is not None and flash is not None
         assert (plain.float() - flash.float()).norm() / plain.float().norm() < 1e-2

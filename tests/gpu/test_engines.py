@@ -110,7 +110,7 @@ def test_engines_with_graphs_on_the_actors_memory_follow_it(tmp_path: Path, name
 
 def test_engines_of_every_family_on_the_actors_memory_follow_it(tmp_path: Path) -> None:
     """Dense layers, experts, latent attention: three versions, answers equal those of an engine that vLLM loads."""
-    families = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral", *LATENT)
+    families = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", *LATENT)
     folders = {
         family: save_tiny(tmp_path / family, family, tied=False, layers=2, **(HEADS if family in LATENT else {}))
         for family in families

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +92,9 @@ class _Reference:
         tables = list(batch.routed.split(list(batch.seq_lens)))
         with ExitStack() as stack:
             for layer, block in enumerate(self.model.model.layers):
-                hook = block.mlp.gate.register_forward_hook(self._tell(layer, tables))
+                parts = dict(block.mlp.named_children())
+                router = parts["router"] if "router" in parts else parts["gate"]
+                hook = router.register_forward_hook(self._tell(layer, tables))
                 stack.callback(hook.remove)
             self.logprobs, _ = hf_logprobs(self.model, batch, TEMPERATURE)
 
@@ -127,6 +130,18 @@ def test_n1_n3_replay_and_balancing_loss_equal_transformers(folder: str, layout:
     """N1, N2, N3: log-probabilities with drawn experts, gradients of loss and balancing loss, what is recorded and what
     is reported, whatever the split into ranks and micro-batches.
     """
+    _check_layout(folder, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_n1_n3_replay_of_experts_with_biases(tmp_path: Path, layout: str) -> None:
+    fields = {"hidden_size": 64, "head_dim": 32, "layers": LAYERS, "num_local_experts": EXPERTS}
+    folder = save_tiny(tmp_path / "model", "gpt_oss", tied=False, num_experts_per_tok=TOPK, **fields)
+    _check_layout(folder, layout)
+
+
+def _check_layout(folder: str, layout: str) -> None:
     batch = _batch()
     reference = _Reference(folder, batch)
     balance = reference.balance()
