@@ -112,5 +112,5 @@ ENGINE = Engine(
     cpu_latent_dims=(576,),
     cpu_latent_ropes=("yarn",),
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-    derives_head_dim=frozenset({"Qwen2ForCausalLM"}),
+    derives_head_dim=frozenset({"Qwen2ForCausalLM", "Qwen2MoeForCausalLM"}),
 )

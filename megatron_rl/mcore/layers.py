@@ -33,6 +33,7 @@ def expert_settings(shape: ModelShape, parallel: ParallelConfig) -> dict[str, An
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.ffn_size,
         "moe_shared_expert_intermediate_size": shape.shared_ffn_size or None,
+        "moe_shared_expert_gate": FAMILIES[shape.architecture].compute.shared_gate,
         "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
         "moe_router_topk": shape.num_experts_per_tok,
         # A single expert's softmax over itself would be 1, which Megatron refuses; nothing else reads this.

@@ -51,6 +51,8 @@ class Compute:
     """Attention's output projection, routers and experts add biases"""
     sinks: bool = False
     """The softmax of each head's attention has one more logit, a parameter, that belongs to no key"""
+    shared_gate: bool = False
+    """The MLP that all tokens pass beside their experts is weighted by a sigmoid for each token"""
     clamped_gate: ClampedGate | None = None
     """What experts compute in place of activation(gate) * up"""
 

@@ -10,7 +10,8 @@ REFUSED: dict[str, str] = {
     "Phi3ForCausalLM": "its RoPE of type longrope has other frequencies where a batch is longer",
     **dict.fromkeys(
         ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-        "layers of linear attention (Gated DeltaNet) are not trained here",
+        "Megatron-Core's linear attention (Gated DeltaNet) needs the package flash-linear-attention, whose kernels are "
+        "for GPUs alone, and refuses packed sequences without it",
     ),
     "DeepseekV32ForCausalLM": "attention to tokens that an index picks is not trained here",
     "Ministral3ForCausalLM": "its queries are scaled by their position",

@@ -47,7 +47,8 @@ class ModelShape:
 
     ffn_size: inner size of the MLP, or of one expert. num_experts: of a layer with experts, 0 where there are none; a
     token goes to num_experts_per_tok of them, as the router says (norm_topk_prob: their weights are scaled to sum to 1,
-    before the router's scale). dense_layers: first layers without experts, whose MLP has the inner size dense_ffn_size.
+    before the router's scale). dense_layers: first layers without experts; plain_layers: further ones,
+    by number; their MLP has the inner size dense_ffn_size.
     shared_ffn_size: inner size of the MLP that all tokens pass beside their experts. further_layers: layers behind the
     model that predict further tokens, which are left out. rope: what is done to RoPE's
     frequencies. ropes: RoPE of each layer, if layers differ; (): that of rope_theta and rope in every layer.
@@ -74,6 +75,7 @@ class ModelShape:
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = False
     dense_layers: int = 0
+    plain_layers: tuple[int, ...] = ()
     dense_ffn_size: int = 0
     shared_ffn_size: int = 0
     further_layers: int = 0
@@ -89,7 +91,7 @@ class ModelShape:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its global number, has experts in place of a plain MLP."""
-        return self.num_experts > 0 and layer >= self.dense_layers
+        return self.num_experts > 0 and layer >= self.dense_layers and layer not in self.plain_layers
 
     def rotation(self, layer: int) -> Rotation:
         """RoPE of a layer, by its global number."""

@@ -93,6 +93,12 @@ def windows_by_layer(content: Mapping[str, Any], layers: int, pattern: int) -> t
     return tuple(window if kind == SLIDING else 0 for kind in cast("list[object]", kinds))
 
 
+def windows_off(content: Mapping[str, Any], layers: int) -> tuple[int, ...] | OddEntry:
+    """Of families whose files have Qwen's entries, and whose windows vLLM does not compute."""
+    windows = switched_windows(content, layers)
+    return OddEntry("use_sliding_window", "vLLM computes no windows in this family") if windows else windows
+
+
 def alternating_windows(content: Mapping[str, Any], layers: int) -> tuple[int, ...] | OddEntry:
     """Of families with the window sliding_window in the first layer and every other one after it. vLLM goes by the
     layer's number alone, transformers by layer_types.

@@ -111,8 +111,12 @@ REFUSED: list[Variant] = [
     ("qwen3_moe", {"layer_types": FULL, "use_sliding_window": True, "sliding_window": 8}),
     ("qwen3_moe", {"is_causal": False}),
     ("qwen3_moe", {"head_dim": None}),
-    ("qwen3_moe", {"mlp_only_layers": [0]}),
-    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+    ("qwen3_moe", {"mlp_only_layers": 1}),
+    ("qwen3_moe", {"decoder_sparse_step": 0}),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}),
+    ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen2_moe", {"qkv_bias": False}),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}),
     ("qwen3_moe", {"scoring_func": "sigmoid"}),
     ("qwen3_moe", {"routed_scaling_factor": 2.5}),
@@ -216,7 +220,7 @@ GEMMA3_OLDER: dict[str, Any] = {
 }  # fmt: skip
 """As published files of Gemma 3 have it: windows by a pattern, and two bases at the top."""
 
-SCALED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SCALED = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Families that compute every kind of RoPE."""
 
 FIRST: list[Variant] = [
@@ -239,6 +243,11 @@ FIRST: list[Variant] = [
         | _scaled(YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 4.0, "truncate": False}),
     ),
     ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
+    (
+        "qwen2_moe",
+        {"rms_norm_eps": 1e-2, "use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}
+        | _older(YARN | {"attention_factor": 0.7}),
+    ),
     ("deepseek_v3", {"norm_topk_prob": False, "rms_norm_eps": 1e-2, "routed_scaling_factor": 0.6}),
     (
         "glm4_moe",
@@ -302,6 +311,8 @@ PASSING: list[Variant] = [
     ("deepseek_v3", {"n_group": 2, "topk_group": 1, "rope_parameters": {"rope_theta": 33.0, "rope_type": "default"}}),
     ("deepseek_v3", {"rope_parameters": _LATENT_YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}}),
     ("deepseek_v3", {"rope_parameters": ABSENT, "rope_theta": 1e5, "rope_interleave": True, "aux_loss_alpha": 0.1}),
+    ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": None, "rope_parameters": {"rope_theta": 33.0}}),
+    ("qwen2_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0], "decoder_sparse_step": 1, "qkv_bias": True}),
     ("gpt_oss", {"rope_parameters": _SINKS_YARN | {"factor": 8.0}, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}),
     ("gpt_oss", {"rope_parameters": _SINKS_YARN, "head_dim": 96}),
     ("gpt_oss", {"sliding_window": 40, "rms_norm_eps": ABSENT, "attention_bias": True}),

@@ -14,6 +14,8 @@ COMPRESSED = ("DeepseekV3ForCausalLM",)
 
 def oddities(architecture: str, layers: int, ffn: int) -> dict[str, Any]:
     """Fields of ModelShape: the first half of the layers is dense, all experts have a shared one beside them."""
+    if FAMILIES[architecture].compute.shared_gate:
+        return {"plain_layers": tuple(range(0, layers, 2)), "dense_ffn_size": 2 * ffn, "shared_ffn_size": ffn}
     if "first_k_dense_replace" not in FAMILIES[architecture].fields.needed:
         return {}
     biased = architecture in BIASED

@@ -10,6 +10,7 @@ from megatron_rl.models.shape import ModelShape
 
 REPLICATED = (
     *("norm.weight", "gate.weight", "gate.e_score_correction_bias", "router.weight", "router.bias", "o_proj.bias"),
+    "shared_expert_gate.weight",
     *("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
 )
 """Ends of the names of HF tensors that every tensor-parallel rank holds whole, on both sides"""

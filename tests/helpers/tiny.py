@@ -39,6 +39,18 @@ FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [],
         },
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 96,
+            "intermediate_size": 96,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "qwen3_moe_plain": (
         "Qwen3Moe",
         {
@@ -47,7 +59,7 @@ FAMILY_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 48,
             "norm_topk_prob": False,
-            "mlp_only_layers": [],
+            "mlp_only_layers": [2],
         },
     ),
     "deepseek_v2": (

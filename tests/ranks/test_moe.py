@@ -138,7 +138,7 @@ def _parity_on_rank(rank: int, world: int, folder: str, layout: dict[str, Any]) 
         *FIRST_PAIRS,
         *(
             pytest.param(family, layout, marks=pytest.mark.slow)
-            for family in (*LATENT, "gpt_oss", "glm4_moe")
+            for family in (*LATENT, "gpt_oss", "glm4_moe", "qwen2_moe")
             for layout in PARITY_LAYOUTS
             if (family, layout) not in FIRST_PAIRS
         ),
@@ -240,7 +240,7 @@ ODD_LAYOUTS: dict[str, Layout] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "glm4_moe", "qwen2_moe"])
 def test_n2_odd_families_train_like_one_rank(tmp_path: Path, family: str) -> None:
     """N2, of experts with shared ones, a router with a bias, and a first layer without experts; of sinks, and of biases
     of experts, which ranks that share experts hold copies of.

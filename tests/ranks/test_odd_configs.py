@@ -24,6 +24,7 @@ NUMBERS = ("rope_parameters", "rope_theta", "rms_norm_eps", "norm_topk_prob")
         "mistral",
         "qwen2",
         "qwen3",
+        "qwen2_moe",
         "qwen3_moe",
         "mixtral",
         "deepseek_v2",

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from megatron_rl.models.families.llama import EMBEDDING, FINAL_NORM, MLP_NORM, OUTPUT
-from megatron_rl.models.families.qwen3 import ROUTED
+from megatron_rl.models.families.qwen3 import DENSE, ROUTED
 from megatron_rl.models.fields import Computed, Fields, is_count, one_of
 from megatron_rl.models.known import known
-from megatron_rl.models.layouts import Cols, Rows, Whole, dense_ffn, experts, hidden, shared_ffn
+from megatron_rl.models.layouts import Cols, Rows, Whole, experts, hidden, shared_ffn
 from megatron_rl.models.rope import LatentYarn, Rope, is_finite_above_zero
 from megatron_rl.models.rules import Family, Rule
 from megatron_rl.models.shape import Latent, ModelShape, Router
@@ -73,15 +73,6 @@ KEYS_VALUES = (
     Rule("self_attention.kv_layernorm.weight", Whole(kv_rank), ("self_attn.kv_a_layernorm.weight",)),
     Rule("self_attention.linear_kv_up_proj.weight", Rows(kv_rows, kv_rank), ("self_attn.kv_b_proj.weight",)),
     Rule("self_attention.linear_proj.weight", Cols(hidden, value_rows), ("self_attn.o_proj.weight",)),
-)
-DENSE = (
-    Rule(
-        "mlp.linear_fc1.weight",
-        Rows(dense_ffn, hidden, count=2),
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        engine="mlp.gate_up_proj.weight",
-    ),
-    Rule("mlp.linear_fc2.weight", Cols(hidden, dense_ffn), ("mlp.down_proj.weight",)),
 )
 ROUTER_BIAS = Rule("mlp.router.expert_bias", Whole(experts), ("mlp.gate.e_score_correction_bias",), constant=True)
 SHARED = (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any, cast
 
 from megatron_rl.models.families.llama import ATTENTION, EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
-from megatron_rl.models.fields import Compute, Fields
+from megatron_rl.models.fields import Compute, Computed, Fields, is_count
 from megatron_rl.models.known import known
-from megatron_rl.models.layouts import Cols, Rows, Whole, experts, ffn, head_dim, hidden
+from megatron_rl.models.layouts import Cols, Rows, Whole, dense_ffn, experts, ffn, head_dim, hidden
 from megatron_rl.models.rope import KINDS
 from megatron_rl.models.rules import Family, Rule, same_layers
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.windows import switched_windows
 
 QK_NORM = (
@@ -33,6 +36,58 @@ ROUTED = (
         live="mlp.experts.down_proj",
     ),
 )
+DENSE = (
+    Rule(
+        "mlp.linear_fc1.weight",
+        Rows(dense_ffn, hidden, count=2),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        engine="mlp.gate_up_proj.weight",
+    ),
+    Rule("mlp.linear_fc2.weight", Cols(hidden, dense_ffn), ("mlp.down_proj.weight",)),
+)
+"""The MLP of a layer without experts, in a family of which others have them"""
+
+
+def plain_layers(content: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without experts: those of mlp_only_layers, and of each decoder_sparse_step all but the last one."""
+    step, named = content.get("decoder_sparse_step") or 1, content.get("mlp_only_layers") or ()
+    return tuple(layer for layer in range(content["num_hidden_layers"]) if layer in named or (layer + 1) % step)
+
+
+def mixed_sizes(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ModelShape of families where some layers have no experts."""
+    plain = plain_layers(content)
+    return {"plain_layers": plain, "dense_ffn_size": content["intermediate_size"] if plain else 0}
+
+
+def odd_layers(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What does not fit in a file of such a family; see Fields.odd."""
+    if not is_count(content.get("num_hidden_layers")) or not all(
+        computed(content.get(name)) for name, (computed, _) in MIXED.items()
+    ):
+        return
+    plain = plain_layers(content)
+    if len(plain) == content["num_hidden_layers"]:
+        yield "mlp_only_layers", "leaves no layer with experts, together with decoder_sparse_step"
+    if plain and not is_count(content.get("intermediate_size")):
+        yield "intermediate_size", "must be a whole number above 0: some layers have no experts"
+
+
+def _are_layers(value: object) -> bool:
+    numbers = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [None]
+    return all(isinstance(one, int) and not isinstance(one, bool) for one in numbers)
+
+
+MIXED: dict[str, tuple[Computed, str]] = {
+    "mlp_only_layers": (_are_layers, "must be a list of layers' numbers"),
+    "decoder_sparse_step": (lambda value: value is None or is_count(value), "must be a whole number above 0"),
+}
+
+
+def _moe_layer(shape: ModelShape, number: int) -> tuple[Rule, ...]:
+    return (*ATTENTION, *QK_NORM, MLP_NORM, *(ROUTED if shape.has_experts(number) else DENSE))
+
+
 _DENSE, _MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 QWEN3 = Family(
     _DENSE,
@@ -61,8 +116,11 @@ QWEN3_MOE = Family(
         null_head_dim=False,
         windows=partial(switched_windows, by_layer=False),
         ropes=KINDS,
+        values=MIXED,
+        odd=odd_layers,
+        sizes=mixed_sizes,
     ),
-    layer=same_layers(*ATTENTION, *QK_NORM, MLP_NORM, *ROUTED),
+    layer=_moe_layer,
     embedding=EMBEDDING,
     final_norm=FINAL_NORM,
     output=OUTPUT,

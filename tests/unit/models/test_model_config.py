@@ -33,6 +33,8 @@ def _base(family: str) -> dict[str, Any]:
     if family == "gpt_oss":
         small = {name: value for name, value in BASE.items() if name != "moe_intermediate_size"}
         return small | FAMILY_FIELDS[family][1]
+    if family == "qwen2_moe":
+        return BASE | EXPERTS | {"shared_expert_intermediate_size": 96}
     if family.startswith("deepseek"):
         small = {name: value for name, value in BASE.items() if name != "head_dim"}
         return small | {"num_attention_heads": 4} | FAMILY_FIELDS[family][1]
