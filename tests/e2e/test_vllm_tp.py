@@ -317,7 +317,9 @@ def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: in
     with experts too, whose kernels want them packed. A surplus or a lack is an error that names it.
     """
     with_experts = ("qwen3_moe", "gpt_oss")
-    families = ("qwen2", "llama", "qwen3", "mixtral", "gemma3_text", "glm4_moe", *with_experts) if tp == 1 else with_experts
+    families = (
+        ("qwen2", "llama", "qwen3", "mixtral", "gemma3_text", "glm4_moe", *with_experts) if tp == 1 else with_experts
+    )
     folders = {name: save_tiny(tmp_path / name, name, tied=False, layers=2) for name in families}
     for rank in run_ranks(tp, _families_on_rank, folders, timeout=400.0):
         for family, found in rank.items():

@@ -243,11 +243,6 @@ FIRST: list[Variant] = [
         | _scaled(YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 4.0, "truncate": False}),
     ),
     ("mixtral", {"rope_parameters": None, "rms_norm_eps": 1e-3, "head_dim": None, "norm_topk_prob": True}),
-    (
-        "qwen2_moe",
-        {"rms_norm_eps": 1e-2, "use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}
-        | _older(YARN | {"attention_factor": 0.7}),
-    ),
     ("deepseek_v3", {"norm_topk_prob": False, "rms_norm_eps": 1e-2, "routed_scaling_factor": 0.6}),
     (
         "glm4_moe",
@@ -311,6 +306,11 @@ PASSING: list[Variant] = [
     ("deepseek_v3", {"n_group": 2, "topk_group": 1, "rope_parameters": {"rope_theta": 33.0, "rope_type": "default"}}),
     ("deepseek_v3", {"rope_parameters": _LATENT_YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}}),
     ("deepseek_v3", {"rope_parameters": ABSENT, "rope_theta": 1e5, "rope_interleave": True, "aux_loss_alpha": 0.1}),
+    (
+        "qwen2_moe",
+        {"rms_norm_eps": 1e-2, "use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}
+        | _older(YARN | {"attention_factor": 0.7}),
+    ),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": None, "rope_parameters": {"rope_theta": 33.0}}),
     ("qwen2_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0], "decoder_sparse_step": 1, "qkv_bias": True}),
     ("gpt_oss", {"rope_parameters": _SINKS_YARN | {"factor": 8.0}, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}),
