@@ -131,6 +131,9 @@ class ModelFiles:
         CheckpointError on all ranks, with the error of each; an earlier save in such a folder stays as it is.
         """
         saves, self._under_way = self._under_way, []
+        if not saves:
+            # The same on all ranks: one that closes does not wait for others then.
+            return
         faults: list[str] = []
         for one in saves:
             own: list[str] = []
