@@ -109,7 +109,7 @@ def test_n2_adapters_train_like_one_rank_on_every_layout(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2-sp"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight", "glm4_moe"])
 def test_n2_adapters_train_beside_experts(tmp_path: Path, family: str, layout: dict[str, Any]) -> None:
     """Of moonlight, those of latent attention, of the first dense layer and of shared experts."""
     folder = save_tiny(tmp_path, family, layers=2, tied=False)
@@ -161,6 +161,17 @@ def _forms(rank: int, world: int, folder: str, layout: dict[str, Any], out: str)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "sequence_parallel": True}], ids=["one", "tp2-sp"])
 def test_merged_peft_and_switched_off(folder: str, tmp_path: Path, layout: dict[str, Any]) -> None:
     """W10: PEFT reads what the ranks write, and computes what they do; merged equals weights and adapters."""
+    _assert_forms(folder, tmp_path, layout)
+
+
+@pytest.mark.slow
+def test_adapters_stand_before_the_norms_behind_attention_and_mlp(tmp_path: Path) -> None:
+    """W10, of Gemma 3."""
+    folder = save_tiny(tmp_path / "model", "gemma3_text", layers=2)
+    _assert_forms(folder, tmp_path, {"tp": 2, "sequence_parallel": True})
+
+
+def _assert_forms(folder: str, tmp_path: Path, layout: dict[str, Any]) -> None:
     import peft
     import transformers
 
