@@ -8,8 +8,7 @@ grpo: Qwen2 0.5B's shape, 512 sequences of 128 + 512 tokens, the responses train
 sequences of the length named, all tokens trained on. bfloat16, random weights, no recomputation, AdamW with float32
 masters. A step is forward, backward and the optimizer; the median of --repeats after two that warm up.
 
-MFU: 6 FLOP a parameter of every matrix product and token (the head's of predicting tokens alone), and causal attention
-counted as half, over the dense bfloat16 peak of the device.
+MFU: what megatron_rl/models/flops.py counts, over the dense bfloat16 peak of the device.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ import torch
 
 from benchmarks.packing import SHAPES
 from megatron_rl.config.sections.actor import ActorConfig
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.flops import peak_of, training_flops
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import TrainBatch
 
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 _QWEN2 = {
     "architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "max_position_embeddings": 32768, "initializer_range": 0.02, "head_dim": 64,
@@ -57,17 +57,6 @@ CASES = {
         "sft-16k": Case(_QWEN3, 4, 1, 16384, 32768),
     },
 }
-
-
-def flops(shape: ModelShape, case: Case) -> float:
-    """Of one step, forward and backward."""
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden_size * (2 * heads + 2 * kv_heads + 3 * shape.ffn_size)
-    body = 6 * shape.num_layers * layer * case.sequences * case.length
-    head = 6 * shape.hidden_size * shape.vocab_size * case.sequences * (case.length - case.prompt)
-    # Scores and values: 2 products of 2 FLOP forward, twice that backward, half of it masked.
-    attention = 6 * shape.num_layers * heads * case.sequences * case.length**2
-    return body + head + attention
 
 
 def batches(case: Case, vocab: int) -> list[TrainBatch]:
@@ -107,8 +96,10 @@ def measure(name: str, case: Case, device: str, repeats: int, profile: bool) -> 
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     taken, tokens = statistics.median(times[2:]), case.sequences * case.length
-    peak = next((flop for gpu, flop in PEAK.items() if device == "cuda" and gpu in torch.cuda.get_device_name()), None)
-    used = f"{100 * flops(shape, case) / taken / peak:.1f} %" if peak else "-"
+    predicted = case.sequences * (case.length - case.prompt)
+    work = training_flops(shape, FAMILIES[shape.architecture], [case.length] * case.sequences, predicted)
+    peak = peak_of(torch.cuda.get_device_name()) if device == "cuda" else None
+    used = f"{100 * work / taken / peak:.1f} %" if peak else "-"
     memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else "-"
     first, second = times[:2]
     print(

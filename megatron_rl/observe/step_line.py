@@ -67,6 +67,8 @@ def _lengths(metrics: Mapping[str, float]) -> str:
 def _costs(metrics: Mapping[str, float]) -> list[str]:
     """Tokens a second, peak memory of the fullest rank, and the estimated time left."""
     costs = [f"tok/s {metrics['perf/tokens_per_s']:,.0f}"] if "perf/tokens_per_s" in metrics else []
+    if "perf/mfu" in metrics:
+        costs.append(f"mfu {metrics['perf/mfu']:.1%}")
     if "memory/peak_gib" in metrics:
         costs.append(f"mem {metrics['memory/peak_gib']:.1f} GiB")
     if "perf/left_s" in metrics:

@@ -67,7 +67,7 @@ def step_metrics(
     metrics |= length_metrics(rollouts)
     metrics |= update_metrics([update.report for update in updates])
     metrics |= sum((update.offload for update in updates), OffloadReport()).metrics()
-    metrics |= memory_metrics([update.memory_bytes for update in updates])
+    metrics |= memory_metrics([update.memory_bytes for update in updates]) | speed_metrics(updates)
     # An update that measures the KL itself is asked first.
     return mismatch | metrics | sync.metrics()
 
@@ -90,6 +90,19 @@ def wall_seconds(timings: Timings) -> float:
 def memory_metrics(peaks: Sequence[int]) -> dict[str, float]:
     """memory/peak_gib: the most that a rank has held since it started, of the device (or of the process on a CPU)."""
     return {"memory/peak_gib": max(peaks) / 2**30} if peaks else {}
+
+
+def speed_metrics(updates: Sequence[UpdateResult]) -> Metrics:
+    """perf/update_tflops: model FLOP a second of a rank in its updates, in 1e12. perf/mfu: their share of the device's
+    peak, where that is known.
+    """
+    speeds = [update.speed for update in updates if update.speed is not None]
+    seconds = sum(speed.seconds for speed in speeds)
+    if not seconds:
+        return {}
+    rate = sum(speed.flops for speed in speeds) / seconds
+    peak = speeds[0].peak
+    return {"perf/update_tflops": rate / 1e12} | ({} if peak is None else {"perf/mfu": rate / peak})
 
 
 def group_metrics(results: list[RewardResult], batch: Batch, rollouts: Rollouts) -> Metrics:
@@ -136,7 +149,7 @@ def sft_metrics(parts: Parts, updates: list[UpdateResult]) -> Metrics:
     """The one optimizer step of supervised fine-tuning; updates: a result of each data-parallel rank."""
     metrics = update_metrics([updates[0].report])
     metrics.pop("policy/loss", None)
-    metrics |= memory_metrics([result.memory_bytes for result in updates])
+    metrics |= memory_metrics([result.memory_bytes for result in updates]) | speed_metrics(updates)
     metrics |= parts.models.guard.metrics({"policy": [updates[0].report]})
     average = parts.loss_average.value
     return metrics if average is None else metrics | {"sft/loss_ema": average}
@@ -147,7 +160,7 @@ def preference_metrics(
 ) -> Metrics:
     """The one optimizer step of a run on preferences, and how the policy before it stood to the rows."""
     metrics = update_metrics([update.report for update in updates])
-    metrics |= memory_metrics([result.memory_bytes for result in updates])
+    metrics |= memory_metrics([result.memory_bytes for result in updates]) | speed_metrics(updates)
     metrics |= parts.models.guard.metrics({"policy": [update.report for update in updates]})
     loss = parts.cfg.judged_loss
     figures = row_figures(loss, answers)

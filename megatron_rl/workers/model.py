@@ -21,6 +21,7 @@ from megatron_rl.mcore.save_plan import SavePlan
 from megatron_rl.mcore.saving import save_plan, saved_tensors
 from megatron_rl.mcore.step import forward, forward_columns, optimizer_step
 from megatron_rl.models import FAMILIES
+from megatron_rl.models.flops import training_flops
 from megatron_rl.types import StepReport, TrainBatch
 from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource
 from megatron_rl.weights.peft_files import AdapterFile, NewAdapters
@@ -139,6 +140,15 @@ class TrainedModel:
         report, column = optimizer_step(self.trainable, micros, objective.on(self.model), balance_coef)
         self.changed |= report.updated
         return report, column
+
+    def flops(self, micros: Sequence[TrainBatch]) -> float:
+        """This rank's part of the operations of a step over its data-parallel rank's micro-batches."""
+        shape, parallel = self.model.shape, self.model.parallel
+        lengths = [length for batch in micros for length in batch.seq_lens]
+        predicted = sum(int(batch.loss_mask.sum()) for batch in micros) if self.model.lm_head else 0
+        frozen = self.model.adapters is not None
+        whole = training_flops(shape, FAMILIES[shape.architecture], lengths, predicted, frozen=frozen)
+        return whole / (parallel.tp * parallel.pp * parallel.cp)
 
     def export(
         self, form: SavedForm = "language_model", dtype: torch.dtype | None = None

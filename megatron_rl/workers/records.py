@@ -12,6 +12,7 @@ import torch
 from megatron_rl.config.run import TrainingConfig
 from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.models.config_json import HeadKind
+from megatron_rl.models.flops import peak_of
 from megatron_rl.models.lora import Adapters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import OffloadReport, StepReport
@@ -89,6 +90,22 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
+def peak_flops() -> float | None:
+    """Operations a second that this rank's device is made for (models/flops.py); None on a CPU or an unknown device."""
+    return peak_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a rank computed, and in which time."""
+
+    flops: float
+    """its part of the model's floating-point operations (models/flops.py)"""
+    seconds: float
+    peak: float | None = field(default_factory=peak_flops)
+    """see peak_flops"""
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """One optimizer step, as this rank saw it."""
@@ -98,3 +115,4 @@ class UpdateResult:
     """what it moved since the step before"""
     memory_bytes: int = field(default_factory=peak_memory)
     """the most that it has held, see peak_memory"""
+    speed: Speed | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from megatron_rl.types import Column, FileMark
 from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.phases import PhaseName, RankMemory
-from megatron_rl.workers.records import ModelColumn, Read, Role, SavedForm, TrainPlan, UpdateResult
+from megatron_rl.workers.records import ModelColumn, Read, Role, SavedForm, Speed, TrainPlan, UpdateResult
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.checkpoint import SavedState
@@ -120,11 +121,14 @@ class TrainWorker:
         actor = self._cfg.actor
         replay, balance_coef = role == "actor" and actor.router_replay != "off", actor.router_aux_loss_coef
         batches = self.batch.micros(micros, columns, replay=replay)
+        begun = time.perf_counter()
         report, found = model.step(objective, batches, balance_coef if role == "actor" else 0.0)
+        # The report's numbers have been read from the device: its work is done.
+        speed = Speed(model.flops(batches), time.perf_counter() - begun)
         self.enter("between")
         if into is not None:
             self.batch.write(into, micros, found)
-        return UpdateResult(report, model.memory.take())
+        return UpdateResult(report, model.memory.take(), speed=speed)
 
     def bound_layers(self, role: Role) -> list[str]:
         """Hugging Face's names of the layers that have an adapter on this rank."""

@@ -62,6 +62,7 @@ def _run(config: str, data: Path, name: str, overrides: list[str]) -> list[dict[
 def _sft(data: Path, name: str, overrides: list[str]) -> list[float]:
     steps = [f"trainer.total_training_steps={STEPS}", "trainer.target_loss=null", "actor.optim.lr_warmup_steps=5"]
     rows = _run(SFT, data, name, [*overrides, *steps])
+    assert all(row["perf/update_tflops"] > 0 for row in rows if "sft/loss" in row)
     return [row["sft/loss"] for row in rows if "sft/loss" in row]
 
 
