@@ -361,7 +361,7 @@ class VllmEngine:
         table = self._table(shape)
         whole = whole_update(tensors, hf_shapes(shape, FAMILIES[shape.architecture]), self._settings.model_path)
         if FAMILIES[shape.architecture].compute.sinks:
-            # vLLM's loader of gpt-oss writes past the layer-wise reload, which would leave noise without a word.
+            # vLLM's loader of gpt-oss writes past the layer-wise reload, which leaves sinks and experts as they were.
             self._write_whole(whole, table)
             self.end_update(version)
             return

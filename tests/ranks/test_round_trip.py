@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.weights.safetensors import SafetensorsSource
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import save_tiny
 from tests.helpers.training import build, make_actor
@@ -68,11 +69,13 @@ WIDE_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", WIDE_EXPERTS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "moonlight", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", [*("qwen2_moe", "qwen3_moe", "gpt_oss"), *("deepseek_v2", "deepseek_v3", "moonlight", "glm4_moe")]
+)
 def test_w1_families_with_experts_come_back_from_every_layout(tmp_path: Path, family: str, layout: str) -> None:
     world, axes = WIDE_EXPERTS[layout]
     folder = save_tiny(tmp_path / "model", family, tied=False, vocab=125, layers=8, num_key_value_heads=4)
-    stored = load_file(f"{folder}/model.safetensors")
+    stored = dict(SafetensorsSource(folder).tensors())
     for dtype in ("float32", "bfloat16"):
         wanted = _in_precision(stored, dtype)
         for exported in run_ranks(world, _export, folder, axes, dtype):
