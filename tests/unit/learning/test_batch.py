@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.learning.batch import Batch, plan_roles
@@ -42,6 +42,7 @@ def test_actor_and_critic_find_their_sequences_on_one_rank(tmp_path: Path) -> No
 
 
 @settings(max_examples=40, deadline=None)
+@example(lens=[24, 1] * 8, micro_batch_size=None, layout=["actor.packing=false"])
 @given(
     lens=st.lists(st.integers(1, 24), min_size=2, max_size=24).map(lambda lens: lens[: len(lens) // 2 * 2]),
     micro_batch_size=st.sampled_from([None, 2, 3, 5]),
