@@ -314,15 +314,18 @@ def _families_on_rank(rank: int, world: int, folders: dict[str, str]) -> dict[st
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tables_of_all_families_are_those_of_live_engines(tmp_path: Path, tp: int) -> None:
     """Names, shapes and dtypes agree with the table; writing a table's parts equals giving whole tensors, in layers
-    with experts too, whose kernels want them packed. A surplus or a lack is an error that names it.
+    with experts too, whose kernels want them packed. Greedy answers are transformers'. A surplus or a lack is an error
+    that names it.
     """
     with_experts = ("qwen3_moe", "gpt_oss")
     families = (
         ("qwen2", "llama", "qwen3", "mixtral", "gemma3_text", "glm4_moe", *with_experts) if tp == 1 else with_experts
     )
     folders = {name: save_tiny(tmp_path / name, name, tied=False, layers=2) for name in families}
+    models = {family: load_hf_model(folder) for family, folder in folders.items()}
     for rank in run_ranks(tp, _families_on_rank, folders, timeout=400.0):
         for family, found in rank.items():
+            assert found["whole"] == [[_greedy(models[family], prompt)] for prompt in PROMPTS], family
             assert found["parts"] == found["scaled"] != found["whole"], family
             assert found["dtypes"] == {"torch.float32"}
 
