@@ -5,8 +5,8 @@
 // composes its step. A block that needs what comes in from later tokens composes the steps of the tiles between, which
 // other blocks have published (a decoupled look-back, Merrill and Garland 2016). Unlike there, the steps are composed
 // in one order whatever is published first: those of the block's group of 32 tiles, then those of whole groups. So the
-// same input has the same bits, and nothing waits for a chain of blocks. All arithmetic is float64: it hides behind
-// the memory. Blocks wait for blocks of lower numbers only, which the device starts first.
+// same input has the same bits, and nothing waits for a chain of blocks. All arithmetic is float64. Blocks wait for
+// blocks of lower numbers only, which the device starts first.
 
 #include "advantage.cuh"
 
@@ -102,11 +102,10 @@ struct WarpSums {
     count += __popc(counted);
 #pragma unroll
     for (int i = 0; i < kVec; i++) {
-      if (counted >> i & 1) {
-        const double gap = static_cast<double>(advantages[i]) - static_cast<double>(pivot);
-        sum += gap;
-        squares += gap * gap;
-      }
+      const double difference = static_cast<double>(advantages[i]) - static_cast<double>(pivot);
+      const double gap = counted >> i & 1 ? difference : 0.0;
+      sum += gap;
+      squares += gap * gap;
     }
   }
 
@@ -128,23 +127,42 @@ __device__ int faults_of(const Scan& s, int64_t place) {
   return faults;
 }
 
-// By the block that ends last: the stats of all tiles, in one order.
-__device__ void write_stats(const Board& board, int64_t tiles, double* stats, Moments* moments, double (*counts)[2]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Moments mine{0.0, 0.0, 0.0};
-  double stray = 0.0, faults = 0.0;
-  for (int64_t i = threadIdx.x; i < tiles; i += kThreads) {
-    const double* sums = board.sums + kStats * i;
-    mine = merge(mine, Moments{__ldcg(sums), __ldcg(sums + 1), __ldcg(sums + 2)});
-    stray += __ldcg(sums + 3), faults += __ldcg(sums + 4);
-  }
-  mine = merge_lanes(mine, 32), stray = sum_lanes(stray), faults = sum_lanes(faults);
+// By the block that ends last: the stats of all tiles, in one order. Sums are about the mean of the first tile that has
+// one, so that nothing is divided before the end.
+__device__ void write_stats(const Board& board, int64_t tiles, double* stats, double (*warp_sums)[kStats]) {
+  __shared__ int first;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = static_cast<int>(tiles);
+  if (threadIdx.x == 0) first = count;
   __syncthreads();
-  if (lane == 0) moments[warp] = mine, counts[warp][0] = stray, counts[warp][1] = faults;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    if (__ldcg(board.sums + kStats * i) != 0.0) {
+      atomicMin(&first, i);
+      break;
+    }
+  }
+  __syncthreads();
+  const double pivot = first < count ? __ldcg(board.sums + kStats * first + 1) : 0.0;
+  double mine[kStats] = {};  // count, sum, squares, stray rewards, faults
+#pragma unroll 4
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const double* sums = board.sums + kStats * i;
+    const double size = __ldcg(sums), gap = size == 0.0 ? 0.0 : __ldcg(sums + 1) - pivot;
+    mine[0] += size, mine[1] += size * gap, mine[2] += __ldcg(sums + 2) + size * gap * gap;
+    mine[3] += __ldcg(sums + 3), mine[4] += __ldcg(sums + 4);
+  }
+#pragma unroll
+  for (int k = 0; k < kStats; k++) mine[k] = sum_lanes(mine[k]);
+  if (lane == 0) {
+#pragma unroll
+    for (int k = 0; k < kStats; k++) warp_sums[warp][k] = mine[k];
+  }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int i = 1; i < kWarps; i++) mine = merge(mine, moments[i]), stray += counts[i][0], faults += counts[i][1];
-  stats[0] = mine.count, stats[1] = mine.mean, stats[2] = mine.m2, stats[3] = stray, stats[4] = faults;
+  for (int i = 1; i < kWarps; i++) {
+    for (int k = 0; k < kStats; k++) mine[k] += warp_sums[i][k];
+  }
+  const Moments whole = about(pivot, mine[0], mine[1], mine[2]);
+  stats[0] = whole.count, stats[1] = whole.mean, stats[2] = whole.m2, stats[3] = mine[3], stats[4] = mine[4];
 }
 
 // A thread's tokens in registers. With KL terms rewards are float64: a float32 sum would not be exact.
@@ -177,6 +195,96 @@ struct Loaded {
   }
 };
 
+// A walk back over the thread's tokens of a row, and its step. Most rows hold no end of a sequence: those have no
+// branches, and m depends on the number of trained tokens alone.
+template <class T, int N, bool KL>
+__device__ Step<N> plain_step(const Scan& s, const Loaded<T, KL>& tokens, int row, const double (*powers)[kVec + 1]) {
+  Step<N> step = nothing<N>();
+  const unsigned mask = tokens.mask[row];
+#pragma unroll
+  for (int i = kVec - 1; i >= 0; i--) {
+    const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const double decay = powers[k][1], b = decay * step.b[k] + (s.gamma * value + decay * delta);
+      step.b[k] = mask >> i & 1 ? b : step.b[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < N; k++) step.m[k] = powers[k][__popc(mask)];
+  return step;
+}
+
+template <class T, int N, bool KL>
+__device__ Step<N> step_with_ends(const Scan& s, const Loaded<T, KL>& tokens, int row, unsigned end, int64_t at,
+                                  Cursor<N>& cursor, bool of_sequences) {
+  Step<N> step = nothing<N>();
+#pragma unroll
+  for (int i = kVec - 1; i >= 0; i--) {
+    if (end >> i & 1) {
+#pragma unroll
+      for (int k = 0; k < N; k++) step.m[k] = -1.0, step.b[k] = 0.0;
+      if (of_sequences) cursor.back_to(s, at + i);
+    }
+    if (tokens.mask[row] >> i & 1) {
+      const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
+#pragma unroll
+      for (int k = 0; k < N; k++) {
+        step.m[k] *= cursor.decay[k];
+        step.b[k] = cursor.decay[k] * step.b[k] + (s.gamma * value + cursor.decay[k] * delta);
+      }
+    }
+  }
+  return step;
+}
+
+// Advantages and returns of a row, and which of them count. x: what comes in.
+template <class T, int N, bool KL>
+__device__ unsigned plain_walk(const Scan& s, const Loaded<T, KL>& tokens, int row, const double (*powers)[kVec + 1],
+                               double (&x)[N], float (&advantages)[kVec], float (&returns)[kVec]) {
+  const unsigned mask = tokens.mask[row];
+#pragma unroll
+  for (int i = kVec - 1; i >= 0; i--) {
+    const bool trained = mask >> i & 1;
+    const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
+    const float advantage = static_cast<float>(delta + x[0]);
+    const float target = static_cast<float>(value + (delta + x[N - 1]));
+    advantages[i] = trained ? advantage : 0.0f;
+    returns[i] = trained ? target : 0.0f;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const double decay = powers[k][1], next = decay * x[k] + (s.gamma * value + decay * delta);
+      x[k] = trained ? next : x[k];
+    }
+  }
+  return mask;
+}
+
+template <class T, int N, bool KL>
+__device__ unsigned walk_with_ends(const Scan& s, const Loaded<T, KL>& tokens, int row, unsigned end, int64_t at,
+                                   Cursor<N>& cursor, bool of_sequences, double (&x)[N], float (&advantages)[kVec],
+                                   float (&returns)[kVec]) {
+  unsigned counted = 0;
+#pragma unroll
+  for (int i = kVec - 1; i >= 0; i--) {
+    if (end >> i & 1) {
+#pragma unroll
+      for (int k = 0; k < N; k++) x[k] = 0.0;
+      if (of_sequences) cursor.back_to(s, at + i);
+    }
+    advantages[i] = 0.0f, returns[i] = 0.0f;
+    if (tokens.mask[row] >> i & 1) {
+      const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
+      advantages[i] = static_cast<float>(delta + x[0]);
+      returns[i] = static_cast<float>(value + (delta + x[N - 1]));
+      counted |= (cursor.counted ? 1u : 0u) << i;
+#pragma unroll
+      for (int k = 0; k < N; k++) x[k] = cursor.decay[k] * x[k] + (s.gamma * value + cursor.decay[k] * delta);
+    }
+  }
+  return counted;
+}
+
 // Blocks of a multiprocessor: what the registers allow without spills.
 template <int N, bool KL>
 constexpr int kResident = N == 1 && !KL ? 3 : 2;
@@ -186,10 +294,10 @@ __global__ void __launch_bounds__(kThreads, kResident<N, KL>)
     scan_kernel(const Scan s, const Board board, const int64_t tiles, const bool aligned) {
   __shared__ unsigned ends[kTile / 32];  // a bit for each token: the last of its sequence
   __shared__ Step<N> warp_steps[kWarps], after_warp[kWarps];
-  __shared__ double carried[N];
+  __shared__ double carried[N], powers[N][kVec + 1];
   __shared__ int64_t bounds[2];
   __shared__ Moments warp_moments[kWarps];
-  __shared__ double warp_counts[kWarps][2];
+  __shared__ double warp_counts[kWarps][2], warp_sums[kWarps][kStats];
   __shared__ bool is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t place = blockIdx.x, tile = tiles - 1 - place, begin = tile * kTile;
@@ -204,6 +312,11 @@ __global__ void __launch_bounds__(kThreads, kResident<N, KL>)
     if (lane == 0) bounds[warp] = count;
   }
   for (int i = threadIdx.x; i < kTile / 32; i += kThreads) ends[i] = 0;
+  if (threadIdx.x < N) {
+    const double decay = s.gamma * (threadIdx.x == 0 ? s.lam : s.critic_lam);
+    double power = 1.0;
+    for (int i = 0; i <= kVec; i++, power *= decay) powers[threadIdx.x][i] = power;
+  }
   const int faults = faults_of(s, place);
   __syncthreads();
   const int64_t first = bounds[0], last = bounds[1];
@@ -219,28 +332,16 @@ __global__ void __launch_bounds__(kThreads, kResident<N, KL>)
 #pragma unroll
   for (int row = kRows - 1; row >= 0; row--) {
     const int at = mine + row * 32 * kVec;
-    const unsigned end = ends[at / 32] >> (at % 32);
-    Cursor<N> cursor(s);
-    if (of_sequences) cursor.start(s, begin + at + kVec - 1, first, last);
-    Step<N> step = nothing<N>();
-#pragma unroll
-    for (int i = kVec - 1; i >= 0; i--) {
-      if (end >> i & 1) {
-#pragma unroll
-        for (int k = 0; k < N; k++) step.m[k] = -1.0, step.b[k] = 0.0;
-        if (of_sequences) cursor.back_to(s, begin + at + i);
-      }
-      if (tokens.mask[row] >> i & 1) {
-        const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-          const double product = cursor.decay[k] * step.m[k];
-          const bool vanished = product == 0.0 && cursor.decay[k] > 0.0 && step.m[k] > 0.0;
-          step.m[k] = step.m[k] < 0.0 ? -1.0 : vanished ? kTiny : product;
-          step.b[k] = cursor.decay[k] * step.b[k] + (s.gamma * value + cursor.decay[k] * delta);
-        }
-      }
+    const unsigned end = ends[at / 32] >> (at % 32) & 0xffu;
+    Step<N> step;
+    if (end == 0 && !of_sequences) {
+      step = plain_step<T, N, KL>(s, tokens, row, powers);
+    } else {
+      Cursor<N> cursor(s);
+      if (of_sequences) cursor.start(s, begin + at + kVec - 1, first, last);
+      step = step_with_ends<T, N, KL>(s, tokens, row, end, begin + at, cursor, of_sequences);
     }
+    __syncwarp();
     step = steps_from_above(step, lane);
     row_step[row] = from_lane(step, 0);
     after[row] = from_above(step, 1);
@@ -271,32 +372,21 @@ __global__ void __launch_bounds__(kThreads, kResident<N, KL>)
 #pragma unroll
   for (int row = kRows - 1; row >= 0; row--) {
     const int at = mine + row * 32 * kVec;
-    const unsigned end = ends[at / 32] >> (at % 32);
-    Cursor<N> cursor(s);
-    if (of_sequences) cursor.start(s, begin + at + kVec - 1, first, last);
+    const unsigned end = ends[at / 32] >> (at % 32) & 0xffu;
     const Step<N> into = then(in, after[row]);
     double x[N];
 #pragma unroll
     for (int k = 0; k < N; k++) x[k] = into.b[k];
     float advantages[kVec], returns[kVec];
-    unsigned counted = 0;
-#pragma unroll
-    for (int i = kVec - 1; i >= 0; i--) {
-      if (end >> i & 1) {
-#pragma unroll
-        for (int k = 0; k < N; k++) x[k] = 0.0;
-        if (of_sequences) cursor.back_to(s, begin + at + i);
-      }
-      advantages[i] = 0.0f, returns[i] = 0.0f;
-      if (tokens.mask[row] >> i & 1) {
-        const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
-        advantages[i] = static_cast<float>(delta + x[0]);
-        returns[i] = static_cast<float>(value + (delta + x[N - 1]));
-        counted |= (cursor.counted ? 1u : 0u) << i;
-#pragma unroll
-        for (int k = 0; k < N; k++) x[k] = cursor.decay[k] * x[k] + (s.gamma * value + cursor.decay[k] * delta);
-      }
+    unsigned counted;
+    if (end == 0 && !of_sequences) {
+      counted = plain_walk<T, N, KL>(s, tokens, row, powers, x, advantages, returns);
+    } else {
+      Cursor<N> cursor(s);
+      if (of_sequences) cursor.start(s, begin + at + kVec - 1, first, last);
+      counted = walk_with_ends<T, N, KL>(s, tokens, row, end, begin + at, cursor, of_sequences, x, advantages, returns);
     }
+    __syncwarp();
     const int64_t valid = s.tokens - begin - at;
     store(s.advantages + begin + at, fast, valid, advantages);
     if (s.returns) store(s.returns + begin + at, fast, valid, returns);
@@ -324,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, kResident<N, KL>)
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  write_stats(board, tiles, s.stats, warp_moments, warp_counts);
+  write_stats(board, tiles, s.stats, warp_sums);
 }
 
 cudaStream_t current_stream(const Tensor& one) {

@@ -19,9 +19,9 @@ constexpr int kRows = 2;  // rows of a warp
 constexpr int kTile = kThreads * kVec * kRows;
 constexpr int kGroup = 32;  // tiles whose steps are published together
 constexpr unsigned kAll = 0xffffffffu;
-constexpr double kTiny = 4.9406564584124654e-324;
 
-// x -> m x + b for N lambdas; m = -1 in all: what comes in does not count.
+// x -> m x + b for N lambdas. A sign bit in m, also that of -0, says that a sequence ends within, so that what comes in
+// does not count. Products keep the bit, as no other m has one.
 template <int N>
 struct Step {
   double m[N], b[N];
@@ -35,17 +35,21 @@ __device__ Step<N> nothing() {
   return step;
 }
 
-// The step over later tokens and then over earlier ones. m stays above 0 unless lambda is 0, as in advantage.cpp.
+template <int N>
+__device__ bool is_closed(const Step<N>& step) {
+  return __double2hiint(step.m[0]) < 0;
+}
+
+// The step over later tokens and then over earlier ones.
 template <int N>
 __device__ Step<N> then(const Step<N>& later, const Step<N>& earlier) {
   Step<N> both;
-  const bool cut = earlier.m[0] < 0.0, closed = later.m[0] < 0.0;
+  const bool cut = is_closed(earlier);
 #pragma unroll
   for (int k = 0; k < N; k++) {
-    const double product = earlier.m[k] * later.m[k];
-    const double m = product == 0.0 && earlier.m[k] > 0.0 && later.m[k] > 0.0 ? kTiny : product;
-    both.b[k] = cut ? earlier.b[k] : earlier.m[k] * later.b[k] + earlier.b[k];
-    both.m[k] = cut || closed ? -1.0 : m;
+    const double m = earlier.m[k] * later.m[k], b = earlier.m[k] * later.b[k] + earlier.b[k];
+    both.m[k] = cut ? earlier.m[k] : m;
+    both.b[k] = cut ? earlier.b[k] : b;
   }
   return both;
 }
@@ -129,7 +133,7 @@ __device__ void look_back(const Board& board, int64_t place, const Step<N>& own,
   const bool closes_group = inside == kGroup - 1;
   if (lane == 0 && !closes_group) publish(board.tile_steps, board.tile_ready, place, own);
   Step<N> total = nothing<N>();
-  if (!closed || (closes_group && own.m[0] >= 0.0)) {
+  if (!closed || (closes_group && !is_closed(own))) {
     if (lane < inside) total = wait_for<N>(board.tile_steps, board.tile_ready, group * kGroup + lane);
     // A lane's tokens come after those of the lane above.
 #pragma unroll
@@ -140,7 +144,7 @@ __device__ void look_back(const Board& board, int64_t place, const Step<N>& own,
     total = from_lane(total, 0);
   }
   if (lane == 0 && closes_group) publish(board.group_steps, board.group_ready, group, then(total, own));
-  for (int64_t near = group - 1; !closed && near >= 0 && total.m[0] >= 0.0; near -= 32) {
+  for (int64_t near = group - 1; !closed && near >= 0 && !is_closed(total); near -= 32) {
     Step<N> window = nothing<N>();
     if (lane <= near) window = wait_for<N>(board.group_steps, board.group_ready, near - lane);
     window = steps_from_above(window, lane);
