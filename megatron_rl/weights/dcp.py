@@ -186,6 +186,8 @@ def _fill(path: Path, data: bytes, items: Sequence[tuple[ReadItem, torch.Tensor]
         stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{path}: {items[0][0].storage_index.fqn} cannot be read: {error}") from error
+    # The bytes are as many as the numbers: what waits to be filled takes their place in memory.
+    del data
     for item, target in items:
         target.copy_(_narrow(stored, item.storage_offsets, item.lengths))
 
