@@ -46,9 +46,11 @@ def test_varlen_attention_equals_grouped_attention(window: int, with_sinks: bool
         out = attend(q, k, v, packed, 64**-0.5, window, sinks)
         (out.float() * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
         found.append([out, q.grad, k.grad, v.grad, *([sinks.grad] if sinks is not None else [])])
+    largest = max(float(plain.float().norm()) for plain in found[0])
     for plain, flash in zip(*found, strict=True):
         assert plain is not None and flash is not None
-        assert (plain.float() - flash.float()).norm() / plain.float().norm() < 1e-2
+        # A query that sees its own key alone has no gradient: both have zeros and some noise.
+        assert (plain.float() - flash.float()).norm() < 1e-2 * max(float(plain.float().norm()), 1e-3 * largest)
 
 
 @pytest.fixture(scope="module")
