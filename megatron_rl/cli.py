@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -29,12 +30,15 @@ from megatron_rl.config.text.keys import as_text as list_of_keys
 from megatron_rl.config.text.reader import NoEffect
 from megatron_rl.errors import ConfigError, DataError, Fault, MegatronRLError
 from megatron_rl.observe.versions import versions_line
+from megatron_rl.pipeline.check import load_pipeline
+from megatron_rl.pipeline.spec import is_pipeline
 from megatron_rl.reshard.planning import request as plan_request
 from megatron_rl.reshard.planning.report import as_json, as_text, make_report
 
 VERBS: dict[str, str] = {
     "check": "resolve the config and print the run, its batch arithmetic and its layout; start nothing",
     "train": "run the training that the config describes",
+    "run": "run the stages of a pipeline that are not done yet",
     "eval": "score the model on data.val_files",
     "export": "write the model's weights in Hugging Face form",
     "status": "show what runs are doing, from the files of their folders",
@@ -118,6 +122,8 @@ def _run(verb: str, arguments: list[str]) -> int:
     try:
         if verb == "plan":
             return _plan(files, overrides, options)
+        if verb == "run" or (verb == "check" and any(is_pipeline(file) for file in files)):
+            return _pipeline(verb, files, overrides)
         return _COMMANDS[verb](resolve(files, overrides, _PURPOSES.get(verb, "train")), options)
     except MegatronRLError as error:
         _print_refusal(verb, error, files, as_json=options.json)
@@ -144,7 +150,7 @@ def _sources_of_missing_files(faults: Sequence[Fault], files: Sequence[str]) -> 
     """What config files say in their first comment, where files are missing that they name: how to come by those."""
     missing = [fault.reason for fault in faults if fault.reason.startswith("there is no such")]
     for file in files:
-        if any(f"[set in {file}:" in reason for reason in missing):
+        if any(f"[set in {file}:" in reason for reason in missing) or (missing and is_pipeline(file)):
             lines = Path(file).read_text(encoding="utf-8").splitlines()
             comment = list(takewhile(lambda line: line.startswith("#"), lines))
             if comment:
@@ -392,6 +398,18 @@ def _plan(files: list[str], overrides: list[str], options: argparse.Namespace) -
     report = make_report(plan_request.request(model, values))
     print(json.dumps(as_json(report), indent=2) if options.json else as_text(report))
     return 0
+
+
+def _pipeline(verb: str, files: list[str], overrides: list[str]) -> int:
+    if len(files) != 1:
+        raise ConfigError([Fault("PIPELINE.yaml", files, "is not one file", f"write megatron-rl {verb} PIPELINE.yaml")])
+    pipeline = load_pipeline(files[0], overrides)
+    if verb == "check":
+        print("\n".join(["stages", *(f"  {line}" for line in pipeline.describe())]))
+        return 0
+    from megatron_rl.pipeline.run import run_pipeline
+
+    return run_pipeline(pipeline, partial(print, flush=True))
 
 
 def _train(resolved: Resolved, options: argparse.Namespace) -> int:

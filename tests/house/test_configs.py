@@ -1,4 +1,4 @@
-"""Every file in configs/ is a complete run, loads without a fault, and is what its name says."""
+"""Every file in configs/ is a complete run or a pipeline, loads without a fault, and is what its name says."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.pipeline.check import load_pipeline
 from tests.helpers.config import make_model, make_published_model, write_headers
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
+FILES = sorted((ROOT / "configs").glob("**/*.y*ml"))
+PIPELINES = [path for path in FILES if path.name.startswith("pipeline-")]
+CONFIGS = [path for path in FILES if path not in PIPELINES]
 NAME = re.compile(r"([a-z]+)-([a-z0-9.-]+)-(\d+)n(\d+)g(-[a-z0-9.-]+)?\.yaml")
 CLUSTER = {
     "grpo-qwen2.5-7b-1n8g.yaml": ("Qwen2.5-7B-Instruct", "qwen2.5/7b"),
@@ -73,6 +76,14 @@ def test_config_loads_and_is_what_its_name_says(path: Path, checkout: Path, monk
     assert config.algorithm.name == {"rm": "reward_model"}.get(name[1], name[1])
     assert config.cluster.nnodes == int(name[3])
     assert config.cluster.n_gpus_per_node == int(name[4])
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.name)
+def test_pipeline_is_checked_and_its_folder_has_its_name(path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(checkout)
+    # Its stages' configs are named as in a checkout.
+    (checkout / "configs").symlink_to(ROOT / "configs")
+    assert load_pipeline(str(path), []).folder == Path("runs", path.stem)
 
 
 @pytest.mark.parametrize("name", CLUSTER)
