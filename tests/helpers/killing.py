@@ -110,7 +110,7 @@ for line in sys.stdin:
         sys.argv = ["megatron_rl"]
         code = 99
         try:
-            code = main(["train", *task["arguments"]])
+            code = main([task["verb"], *task["arguments"]])
         finally:
             sys.stdout.flush()
             os._exit(code)
@@ -127,11 +127,11 @@ class Warm:
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
         )
 
-    def start(self, arguments: list[str], log: Path) -> Process:
-        """One start of a run."""
+    def start(self, arguments: list[str], log: Path, verb: str = "train") -> Process:
+        """One start of a run, or of another verb."""
         mark, server = f"{os.getpid()}-{time.monotonic_ns()}", self._server
         assert server.stdin is not None and server.stdout is not None
-        task = {"arguments": arguments, "log": str(log), "name": MARK, "mark": mark}
+        task = {"verb": verb, "arguments": arguments, "log": str(log), "name": MARK, "mark": mark}
         log.touch()
         server.stdin.write(json.dumps(task) + "\n")
         server.stdin.flush()
