@@ -17,6 +17,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ _QWEN3 = _QWEN2 | {
 class Case:
     """Sequences of one length, and how many tokens a micro-batch has at most."""
 
-    shape: dict[str, object]
+    shape: Mapping[str, object]
     sequences: int
     prompt: int
     length: int
@@ -73,8 +74,8 @@ def batches(case: Case, vocab: int) -> list[TrainBatch]:
     return found
 
 
-def measure(name: str, case: Case, device: str, repeats: int, profile: bool) -> None:
-    """One row of the table; with `profile`, what the GPU's time went to."""
+def measure(name: str, case: Case, device: str, repeats: int, profiled: bool) -> None:
+    """One row of the table; with `profiled`, what the GPU's time went to."""
     from megatron_rl.algos.token_losses import nll_loss
     from megatron_rl.mcore import build, convert
     from megatron_rl.mcore.objectives import token_objective
@@ -105,7 +106,7 @@ def measure(name: str, case: Case, device: str, repeats: int, profile: bool) -> 
     print(
         f"{name:<10}{tokens:>10,}{taken:>9.3f}{tokens / taken:>11,.0f}{used:>9}{memory:>11}{first:>9.2f}{second:>8.2f}"
     )
-    if profile:
+    if profiled:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as trace:

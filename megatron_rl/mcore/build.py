@@ -21,6 +21,7 @@ from megatron_rl.config.sections.actor import OptimConfig, ParallelConfig
 from megatron_rl.mcore import adam, wgrad
 from megatron_rl.mcore.layers import expert_settings, layer_specs
 from megatron_rl.mcore.logprobs import VocabShard
+from megatron_rl.mcore.mlp import fuse_activations
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.lora import Adapters
 from megatron_rl.models.rules import padded_vocab
@@ -245,6 +246,7 @@ def build_model(
             if chunk.pre_process and FAMILIES[shape.architecture].compute.scaled_embeddings:
                 factor = torch.tensor(shape.hidden_size**0.5, dtype=DTYPES[dtype]).item()
                 chunk.embedding.register_forward_hook(lambda _, __, output, factor=factor: output * factor)
+            fuse_activations(chunk)
             if chunk.post_process and not lm_head:
                 del chunk.output_layer
             headed = chunk.post_process and value_head

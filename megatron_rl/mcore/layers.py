@@ -16,7 +16,6 @@ from megatron_rl.config.sections.actor import ParallelConfig
 from megatron_rl.mcore.attention import PackedAttention
 from megatron_rl.mcore.experts import StackedExperts
 from megatron_rl.mcore.latent import LatentAttention
-from megatron_rl.mcore.mlp import fused_mlp
 from megatron_rl.mcore.norm import RMSNorm, ZeroCenteredRMSNorm
 from megatron_rl.mcore.router import ExpertRouter, RoutedLayer
 from megatron_rl.models import FAMILIES
@@ -82,8 +81,6 @@ def _layer_spec(shape: ModelShape, number: int) -> ModuleSpec:
         submodules = expert_submodules(layer.mlp)
         params = {"gate": compute.clamped_gate, "bias": compute.linear_bias}
         submodules.router, submodules.experts = router, ModuleSpec(module=StackedExperts, params=params)
-    elif compute.activation == "silu":
-        layer.mlp = fused_mlp(layer.mlp)
     return spec
 
 

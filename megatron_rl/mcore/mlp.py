@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from megatron.core.transformer.mlp import MLP
 
@@ -17,13 +14,16 @@ class SwigluMLP(MLP):
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, None]:
         """[t, 1, h] -> the same shape; and no bias."""
         rows, bias = self.linear_fc1(hidden_states)
-        assert bias is None and self.config.activation_func is torch.nn.functional.silu
+        assert bias is None
         return self.linear_fc2(swiglu(rows))[0], None
 
 
-def fused_mlp(mlp: Any) -> Any:
-    """The spec of a dense layer's MLP with SwigluMLP in it: megatron-core 0.19 has a function in place of a spec."""
-    if isinstance(mlp, partial):
-        return partial(SwigluMLP.as_mlp_submodule, **mlp.keywords)  # type: ignore[attr-defined]
-    mlp.module = SwigluMLP
-    return mlp
+def fuse_activations(chunk: torch.nn.Module) -> None:
+    """Dense layers' MLPs of a model chunk become SwigluMLPs if they compute SwiGLU. Experts have other classes.
+
+    Once they are built: megatron-core 0.16 warns of specs with a class that it does not know, 0.19 has other specs.
+    """
+    for module in chunk.modules():
+        if type(module) is MLP and module.config.activation_func is torch.nn.functional.silu:
+            assert module.config.gated_linear_unit and not module.config.add_bias_linear
+            module.__class__ = SwigluMLP

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_rl.models.engine import experts_of
+from megatron_rl.models.stacks import member_of
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.reshard.shards import EngineLayout
 from megatron_rl.reshard.solve import Bundle, Rect
@@ -103,7 +104,8 @@ def _layers(table: ModelTable, trainers: Trainers, tp: int, ep: int) -> Iterator
                 parts = [(held, trainers.expert_ranks[stage, ep_rank, part]) for part, held in enumerate(experts)]
                 tensors += [(name, owners, count) for name, owners in _owners(parts).items()]
             for name, owners, count in tensors:
-                flat = name.endswith(("norm.weight", ".bias", "_bias"))
+                # Biases of experts that files stack are rows of a matrix in the tables.
+                flat = name.endswith(("norm.weight", ".bias", "_bias", "sinks")) and member_of(name) is None
                 title = name.replace(f"layers.{shown}.", f"layers.{layers[0]}.", 1)
                 yield Bundle((title,), count * len(layers), owners, needed[name], flat)
 

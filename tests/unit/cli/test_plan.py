@@ -175,7 +175,7 @@ STATED = {
     "llama3.1/8b": 8.03, "llama3.1/70b": 70.55, "mixtral/8x7b": 46.70, DEEPSEEK_V3: 671.0,
     "deepseek-v2-lite": 15.71, "moonlight-16b-a3b": 15.96, "mistral/7b": 7.248, "mistral/nemo-12b": 12.25,
     "gemma/2b": 2.506, "gemma/7b": 8.538, "gemma3/270m": 0.268, "gemma3/1b": 1.0,
-    "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "qwen1.5-moe-a2.7b": 14.32, "qwen2/57b-a14b": 57.41, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     # 358.2 and 110.4 with the layer that predicts further tokens, and its own embedding and head.
     "glm-4.5/355b": 352.8, "glm-4.5/air": 106.85,
 }  # fmt: skip

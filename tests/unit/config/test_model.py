@@ -104,8 +104,6 @@ def test_shape_of_qwen3_moe_and_of_mixtral(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "changes"),
     [
-        ("QWEN3_MOE", {"mlp_only_layers": [0]}),
-        ("QWEN3_MOE", {"decoder_sparse_step": 2}),
         ("QWEN3_MOE", {"shared_expert_intermediate_size": 64}),
         ("QWEN3_MOE", {"attention_bias": True}),
         ("QWEN3_MOE", {"num_experts_per_tok": 9}),

@@ -58,7 +58,8 @@ def test_one_more_key_is_a_sink_for_heads_that_share_keys() -> None:
     q, k, v, sinks, grad = _inputs()
     k, v = k[:, :2], v[:, :2]
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    wanted = _attention(leaves[0], *(x.repeat_interleave(2, dim=1) for x in leaves[1:3]), leaves[3])
+    keys, values = (x.repeat_interleave(2, dim=1) for x in leaves[1:3])
+    wanted = _attention(leaves[0], keys, values, leaves[3])
     wanted.backward(grad)
     ours = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
     mask = (_scores(q, q) > float("-inf"))[:1, None]

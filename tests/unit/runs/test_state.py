@@ -29,8 +29,8 @@ def test_every_part_with_a_state_is_listed(tmp_path: Path) -> None:
     inside = [value for part in vars(parts).values() for value in vars(part).values() if hasattr(part, "__dict__")]
     own = [part for part in [*vars(parts).values(), *inside] if hasattr(part, "state") and hasattr(part, "restore")]
     listed = list(stateful_parts(parts).values())
-    # A stream is the state of its data, and the data of the other kind of run is not read.
-    known = [*listed, parts.samples, parts.prompts.stream]
+    # A stream is the state of its data, and what other kinds of runs read is not read.
+    known = [*listed, parts.samples, parts.preferences, parts.references, parts.prompts.stream]
     assert own and all(any(part is one for one in known) for part in own), [type(part).__name__ for part in own]
 
 
