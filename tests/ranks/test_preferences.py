@@ -105,7 +105,8 @@ def test_the_losses_learn_and_differ(one_rank: dict[str, list[dict[str, Any]]]) 
     assert len({round(norm, 4) for norm in norms}) == len(PREFERENCE_LOSSES) and min(norms) > 1e-3
     assert one_rank["kto"][-1]["kl"] > 0.01
     for name, (first, last) in one_rank.items():
-        assert last["loss"] < first["loss"], name
+        # KTO's is compared with a KL that no gradient goes through, and that moves with the policy.
+        assert name == "kto" or last["loss"] < first["loss"], name
         # All rows are in one micro-batch here, and the loss of answers is the mean over them.
         if not PREFERENCE_LOSSES[name].adds_nll:
             assert first["loss"] == pytest.approx(first["means"]["loss"], rel=1e-5), name
