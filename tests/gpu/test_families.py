@@ -6,6 +6,7 @@ The trainer computes that as well: tests/ranks/test_odd_configs.py. The CPU buil
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def _gaps_on_rank(rank: int, world: int, folders: list[str], dtype: str) -> list
     from transformers import AutoModelForCausalLM
 
     from megatron_rl.rollout.engine import Request, Sampling, make_engine
+    from megatron_rl.weights.dtypes import DTYPES
     from megatron_rl.weights.safetensors import SafetensorsSource
 
     generator = torch.Generator().manual_seed(0)
@@ -42,7 +44,8 @@ def _gaps_on_rank(rank: int, world: int, folders: list[str], dtype: str) -> list
         requests = [Request(prompt, seed=7 * i) for i, prompt in enumerate(prompts)]
         answers = by_request(engine.generate(requests, sampling), sampling.n)
         engine.close()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).cuda().eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+        model.to("cuda").eval()
         found: list[torch.Tensor] = []
         for prompt, samples in zip(prompts, answers, strict=True):
             for sample in samples:
