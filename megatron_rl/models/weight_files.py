@@ -34,6 +34,11 @@ class Header:
     shape: tuple[int, ...]
     file: str
 
+    def num_bytes(self, rows: int | None = None) -> int:
+        """Bytes of so many rows in the file; None: of the tensor. Types that are not known here have 8 bits."""
+        num_rows, *rest = self.shape or (1,)
+        return (num_rows if rows is None else rows) * math.prod(rest) * _BITS.get(self.dtype, 8) // 8
+
 
 @dataclass(frozen=True)
 class FolderFault:

@@ -21,6 +21,9 @@ _SHOWN = 20
 _PRECISIONS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' name -> torch's type, of what can be loaded"""
 
+_MAPPED_BYTES = 512 << 20
+"""After so much that was read, files are opened anew: they are mapped, and their pages would stay in this process"""
+
 
 class WeightSource(Protocol):
     """A source of rectangles of HF tensors."""
@@ -76,14 +79,23 @@ class SafetensorsSource:
             raise CheckpointError(" | ".join(str(fault) for fault in files.faults))
         self._tensors = files.tensors
         self._handles: dict[str, _File] = {}
+        self._mapped = 0
 
-    def _handle(self, name: str) -> _File:
-        return self._opened(self._tensors[name].file)
+    def _handle(self, name: str, rows: int | None = None) -> _File:
+        """The file of a tensor, of which so many rows (None: all) are to be read."""
+        header = self._tensors[name]
+        return self._opened(header.file, header.num_bytes(rows))
 
-    def _opened(self, file: str) -> _File:
-        if file not in self._handles:
-            self._handles[file] = opened(self.path / file)
-        return self._handles[file]
+    def _opened(self, file: str, num_bytes: int) -> _File:
+        """A file, of which so many bytes are to be read."""
+        handle = self._handles.get(file) or opened(self.path / file)
+        self._handles[file] = handle
+        self._mapped += num_bytes
+        if self._mapped > _MAPPED_BYTES:
+            # The file stays mapped as long as a tensor that was read of it is in use.
+            self._handles.clear()
+            self._mapped = 0
+        return handle
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """See WeightSource. A tied model's lm_head may be present when it equals the embedding, and RoPE's frequencies
@@ -119,7 +131,7 @@ class SafetensorsSource:
         member, rows = member_of(block.hf_name), slice(*block.rows)
         if member is not None:
             return self._read_member(block, member)
-        view = self._handle(block.hf_name).get_slice(block.hf_name)
+        view = self._handle(block.hf_name, block.num_rows).get_slice(block.hf_name)
         return view[rows] if block.cols is None else view[rows, slice(*block.cols)]
 
     def _read_member(self, block: Block, member: Member) -> torch.Tensor:
