@@ -57,9 +57,11 @@ SHORTER: dict[str, list[str]] = {
     "sft-gym-1n1g": ["trainer.total_training_steps=3"],
     # The prompts of a batch are more than the engine computes at once.
     "grpo-gym-1n1g": ["rollout.max_num_batched_tokens=256"],
-    "ppo-gym-1n1g": ["rollout.max_num_batched_tokens=256", "data.train_batch_size=64", "actor.ppo_mini_batch_size=32"],
+    "ppo-gym-1n1g": ["data.train_batch_size=64", "actor.ppo_mini_batch_size=32"],
     "ppo-add2-1n1g": ["data.train_batch_size=64", "actor.ppo_mini_batch_size=32"],
 }
+# An engine of vLLM starts in 10 s of CPU time: some commands sample from the engine of transformers in its place.
+WITH_VLLM = ("grpo-add2-1n1g", "ppo-add2-1n1g", "grpo-gym-1n1g", "grpo-gsm8k-1n1g", "grpo-service-1n1g")
 # One process for all: starting one takes longer than most of the commands.
 SCRIPT = """
 import json, runpy, sys, traceback
@@ -86,12 +88,17 @@ def shortened(words: list[str]) -> list[str]:
     if words[0] == "python":
         fewer = {"reasoning_gym": ROWS, "customer_service": ROWS, "teach": ["--steps", "2"]}
         return words + fewer.get(Path(words[1]).parent.name, [])
-    chat = f"model.path={PLACES['MODEL']}" in words
-    more = SMALL if chat else SHORTER.get(Path(words[2]).stem, [])
+    stem, chat = Path(words[2]).stem, f"model.path={PLACES['MODEL']}" in words
+    more = SMALL if chat else SHORTER.get(stem, [])
+    with_vllm = words[1] == "train" and stem in WITH_VLLM and "reward.function=model" not in words
+    if not with_vllm and stem.startswith(("grpo-", "ppo-")):
+        more = [*(one for one in more if not one.startswith("rollout.max_num")), "rollout.name=hf"]
     if "runs/preferences/answers" in words:
-        return [*words, "cluster.backend=inline", *PAIRS]
+        return [*words, "cluster.backend=inline", "rollout.name=hf", *PAIRS]
+    if words[1] == "eval":
+        return [*words, "cluster.backend=inline", "rollout.name=hf"]
     if words[1] != "train":
-        return [*words, *(["cluster.backend=inline"] if words[1] == "eval" else more)]
+        return [*words, *more]
     return [*words, "cluster.backend=inline", *SHORT, *(NO_WARMUP if "ppo-" in words[2] else []), *more]
 
 
