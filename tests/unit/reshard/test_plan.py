@@ -57,7 +57,7 @@ def block_sizes(shard: Shard) -> list[int]:
     ]
 
 
-@settings(QUIET, max_examples=2000)
+@settings(QUIET, max_examples=1000)
 @given(case=cases())
 def test_w3_w4_every_engine_byte_is_written_once_from_the_export_and_no_byte_more_is_sent(case: Case) -> None:
     """W3, W4: any family, TP x PP x VPP x uneven x EP x ETP x DP against TP x EP x DP, colocated or not."""
