@@ -12,7 +12,7 @@ from tests.helpers.killing import ALGORITHMS, Cold, Warm, killed_and_begun_again
 INLINE = "cluster.backend=inline"
 DTYPES = ("float32", "bfloat16")
 MOMENTS = 20
-QUICK = (("sft", 1), ("grpo", 0), ("grpo", 3), ("ppo", 0), ("ppo", 3))
+QUICK = (("sft", 1), ("grpo", 0), ("ppo", 3))
 """(algorithm, number of the moment): the number's parity is the precision's."""
 
 
