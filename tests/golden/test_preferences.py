@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -75,3 +78,16 @@ def test_losses_and_gradients_equal_those_recorded_of_trl(inputs: tuple[str, str
 def test_trl_gives_what_was_recorded(inputs: tuple[str, str, str]) -> None:
     pytest.importorskip("trl", reason="an oracle that is installed apart (preferences.py)")
     assert_equal(trl_digests(*inputs[:2]), json.loads(RECORD.read_text()))
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_ours_and_trl_if_it_is_there() -> None:
+    command = [sys.executable, "-m", "benchmarks.preferences", "--repeats", "1"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert printed.returncode == 0, printed.stderr
+    ours, *others = [line.split() for line in printed.stdout.splitlines() if line.endswith("0.69315")]
+    assert ours[0] == "ours"
+    if importlib.util.find_spec("trl") is None:
+        assert not others and "TRL cannot be imported" in printed.stdout
+    else:
+        assert [row[0] for row in others] == ["TRL,"]
