@@ -73,7 +73,7 @@ class RunStatus:
     left_s: float | None = None
     checkpoint: LastCheckpoint | None = None
     message: str | None = None
-    """Why the run was stopped or failed."""
+    """Why the run was stopped or failed, or what it says at its end."""
     trouble: list[str] = field(default_factory=list[str])
     """The newest warnings and errors of the controller's log, oldest first."""
 
@@ -157,6 +157,11 @@ class StatusWriter:
         with self._lock:
             self._change(replace(self._status, checkpoint=checkpoint))
 
+    def tell(self, message: str) -> None:
+        """What a reader shall know at the end of the run."""
+        with self._lock:
+            self._change(replace(self._status, message=message or None))
+
     def restarted(self, restarts: int) -> None:
         """The workers are built again, for the restarts-th time; `begin` says from where the run goes on."""
         with self._lock:
@@ -171,7 +176,9 @@ class StatusWriter:
             return
         self.discard()
         with self._lock:
-            self._status = replace(self._status, phase=phase, phase_since=time.time(), message=message, left_s=None)
+            self._status = replace(
+                self._status, phase=phase, phase_since=time.time(), message=message or self._status.message, left_s=None
+            )
         if self._thread is not None and not self._thread.is_alive():
             self._write()
 

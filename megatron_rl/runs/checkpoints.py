@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config.checks.checkpoint import CHECKPOINT, CHECKPOINTS, MANIFEST_FILE, STATE_FILE
+from megatron_rl.config.metrics import better_mode
 from megatron_rl.config.sections.checkpoint import CheckpointConfig
 from megatron_rl.errors import BrokenCheckpoint, CheckpointError
 from megatron_rl.types import FileMark
@@ -179,7 +180,6 @@ class Checkpoints:
         self._under_way: _UnderWay | None = None
         self._values: dict[int, float] = {}
         """step -> value of checkpoint.keep_best"""
-        self._warned = False
         self.failures = 0
         """Checkpoints that could not be written, in this start of the run."""
         self.last: Path | None = None
@@ -251,6 +251,12 @@ class Checkpoints:
         if name is not None and math.isfinite(value := metrics.get(name, math.nan)):
             self._values[step] = value
 
+    def best(self) -> tuple[Path, float] | None:
+        """(folder, value) of the best checkpoint that is there by checkpoint.keep_best; None if there is none."""
+        paths = {step_of(path): path for path in checkpoint_folders(self._run_folder)}
+        step = best_step(sorted(paths), self._values, self._cfg)
+        return None if step is None else (paths[step], self._values[step])
+
     def _complete(self, one: _UnderWay, marks: dict[str, FileMark]) -> tuple[Path, int]:
         """(folder under its own name, bytes)."""
         marks[STATE_FILE] = _write(one.folder / STATE_FILE, one.state)
@@ -285,13 +291,6 @@ class Checkpoints:
         steps = {step_of(path): path for path in checkpoint_folders(self._run_folder)}
         for step in sorted(steps.keys() - kept(sorted(steps), self._values, self._cfg)):
             self._remove(steps[step])
-        if self._cfg.keep_best and not self._values and len(steps) > 1 and not self._warned:
-            self._warned = True
-            logger.warning(
-                "checkpoint.keep_best: no step has had the metric %r yet, so no checkpoint is kept for it; "
-                "metrics.jsonl has the names",
-                self._cfg.keep_best,
-            )
 
     def _remove(self, path: Path) -> None:
         """A kill in the middle leaves nothing that looks complete."""
@@ -307,12 +306,17 @@ class Checkpoints:
 def kept(steps: list[int], values: Mapping[int, float], cfg: CheckpointConfig) -> set[int]:
     """Those of the checkpoints that stay: the newest ones, and the best. steps: in ascending order."""
     stay = set(steps if cfg.keep_last is None else steps[-cfg.keep_last :])
+    best = best_step(steps, values, cfg)
+    return stay if best is None else stay | {best}
+
+
+def best_step(steps: list[int], values: Mapping[int, float], cfg: CheckpointConfig) -> int | None:
+    """The one of the steps with the best value; of equals the newest. None if none has a value."""
     rated = [step for step in steps if step in values]
-    if cfg.keep_best is not None and rated:
-        sign = 1.0 if cfg.best_mode == "max" else -1.0
-        # Of equals the newest.
-        stay.add(max(rated, key=lambda step: (sign * values[step], step)))
-    return stay
+    if cfg.keep_best is None or not rated:
+        return None
+    sign = 1.0 if better_mode(cfg.keep_best, cfg.best_mode) == "max" else -1.0
+    return max(rated, key=lambda step: (sign * values[step], step))
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> FileMark:

@@ -16,11 +16,14 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import BrokenCheckpoint, CheckpointError, ConfigError, Fault
 from megatron_rl.observe.sinks import METRICS_FILE, row_of
 from megatron_rl.runs.checkpoints import Checkpoint, Newest, newest, read_checkpoint
+from megatron_rl.runs.early_stop import EarlyStop
 from megatron_rl.runs.folder import holds_run, numbered
 from megatron_rl.weights.base_digest import weights_digest
 
 BASE = "base"
 """What state.json calls the digest of the weights beside adapters."""
+PATIENCE = "early_stop"
+"""What state.json calls the counts of trainer.early_stop."""
 VALIDATED = "time/validate"
 """The metric that a row has once its validation is over."""
 
@@ -154,6 +157,12 @@ def _from_path(cfg: RunConfig, path: Path, broken: Mapping[Path, str] | None) ->
     return Start(cfg, there.checkpoint, in_place, _lines(there, _compared(cfg, there.checkpoint)))
 
 
+def validation_after(checkpoint: Checkpoint) -> dict[str, float]:
+    """The row of a checkpoint's step in its own run's metrics.jsonl, if its validation was over; else nothing."""
+    row = row_of(checkpoint.path.parent.parent / METRICS_FILE, checkpoint.step) or {}
+    return dict(row) if VALIDATED in row else {}
+
+
 def checkpoint_at(path: str) -> Checkpoint:
     """The checkpoint at a path, or the newest one of the run there. Raises CheckpointError if there is none."""
     there = _newest_at(Path(path), {})
@@ -200,12 +209,16 @@ def _lines(there: Newest, unlike: list[Difference]) -> tuple[str, ...]:
 def _is_over(cfg: RunConfig, checkpoint: Checkpoint, folder: Path) -> bool:
     """The run has nothing left to do: its last step is done, and its row is written."""
     goes_on = checkpoint.step < _total(cfg, checkpoint)
-    if not checkpoint.state["is_last"]:
+    early_stop = EarlyStop(cfg.trainer.early_stop, checkpoint.state.get(PATIENCE))
+    early_stop.note(checkpoint.step, validation_after(checkpoint))
+    if early_stop.ends:
+        goes_on = False
+    elif not checkpoint.state["is_last"]:
         return not goes_on
-    if checkpoint.step < checkpoint.state["total_steps"]:
-        # trainer.target_loss ended it.
+    elif checkpoint.step < checkpoint.state["total_steps"]:
+        # trainer.target_loss or trainer.early_stop ended it.
         changed = {one.key for one in differences(checkpoint.state["config"], cfg)}
-        goes_on = goes_on and "trainer.target_loss" in changed
+        goes_on = goes_on and any(key.startswith(("trainer.target_loss", "trainer.early_stop.")) for key in changed)
     is_saved = cfg.trainer.model_freq == 0 or (folder / "final").is_dir()
     return not goes_on and is_saved and Row.of(checkpoint).is_in(folder / METRICS_FILE)
 

@@ -31,12 +31,13 @@ from megatron_rl.observe.versions import run_record, versions
 from megatron_rl.runs import resume
 from megatron_rl.runs.checkpoints import FORMAT, Checkpoints, step_of
 from megatron_rl.runs.closing import closing, failure_of
+from megatron_rl.runs.early_stop import EarlyStop, require_metrics
 from megatron_rl.runs.files import RunFiles, sample_lines
 from megatron_rl.runs.folder import RunFolder, claim, remove_run, remove_unfinished
 from megatron_rl.runs.loop import Loop, LoopTrainer, OneStep, StepT, synchronous
 from megatron_rl.runs.model_saves import ModelSaves
 from megatron_rl.runs.restarts import Restarts
-from megatron_rl.runs.resume import VALIDATED, Row, Start
+from megatron_rl.runs.resume import PATIENCE, VALIDATED, Row, Start, validation_after
 from megatron_rl.runs.state import RunState
 from megatron_rl.runs.time_limit import TimeLimit
 
@@ -184,6 +185,8 @@ class _Life(Generic[StepT]):
         self._files = RunFiles(run.folder.path, cfg)
         self._checkpoints = Checkpoints(run.folder.path, cfg.checkpoint, trainer, run.progress.say, self._tell_checkpoint)
         self._models = ModelSaves(trainer, run.progress.say)
+        saved = start.checkpoint
+        self._early_stop = EarlyStop(cfg.trainer.early_stop, saved.state.get(PATIENCE) if saved else None)
         self._limit = TimeLimit(cfg.trainer.max_time)
         self._time_is_over = False
         self._start = time.perf_counter()
@@ -210,8 +213,13 @@ class _Life(Generic[StepT]):
         self._static = self._facts()
         try:
             found = self._validated(0) if self._validates_first() else {}
+            if saved := self._from.checkpoint:
+                self._early_stop.note(saved.step, validation_after(saved))
             self._begin()
             self._note_validation(0, {}, found)
+            if self._done_before and self._early_stop.ends and not self._is_saved:
+                # The start before was killed after the validation that ended the run.
+                self._save_final()
             self._start = time.perf_counter()
             with (
                 self._progress.bar("train", total, every_s=None) as advance,
@@ -224,6 +232,7 @@ class _Life(Generic[StepT]):
                         break
                     advance(1)
             self._finish_saves()
+            self._tell_how_it_ended()
         except Exception as error:
             self._keep_what_is_under_way(error)
             raise
@@ -234,7 +243,7 @@ class _Life(Generic[StepT]):
 
     def _steps_to_do(self) -> Iterator[int]:
         """Numbers of the steps, until the time is over."""
-        if self._done_before and self._trainer.finished():
+        if self._done_before and (self._trainer.finished() or self._early_stop.ends):
             return
         for step in range(self._done_before + 1, self._trainer.total_steps + 1):
             if self._limit.is_over():
@@ -343,12 +352,37 @@ class _Life(Generic[StepT]):
         assert self._from.checkpoint is not None
         step, metrics = row.step, dict(row.metrics)
         self._unwritten = (step, metrics)
-        if self._from.checkpoint.state["is_last"] and not (self._folder.path / "final").is_dir():
+        if self._from.checkpoint.state["is_last"] and not self._is_saved:
             self._save_if_due(step, last=True)
         found = self._validated(step) if row.validates else {}
         with stop.held():
             self._files.write_samples(step, row.samples)
             self._note_validation(step, metrics, found)
+
+    @property
+    def _is_saved(self) -> bool:
+        return (self._folder.path / "final").is_dir()
+
+    def _end_early(self, step: int) -> None:
+        """The saves of a last step, of one that was found to be the last by its validation."""
+        self._snapshot |= {"is_last": True, PATIENCE: self._early_stop.state()}
+        self._save_final()
+        if not _due_for_checkpoint(self._cfg, step, last=False, validates=True):
+            self._checkpoint_if_due(step, last=True, validates=True)
+
+    def _save_final(self) -> None:
+        if self._cfg.trainer.model_freq != 0:
+            self._save(self._folder.path / "final", self._cfg.checkpoint.async_save)
+
+    def _tell_how_it_ended(self) -> None:
+        """Why the run ended before its last step, and which checkpoint is the best one."""
+        lines = [f"ended after step {self._state.step}: {self._early_stop.ends}"] if self._early_stop.ends else []
+        best, name = self._checkpoints.best(), self._cfg.checkpoint.keep_best
+        if best is not None:
+            lines.append(f"best {name}: {best[1]:.6g} at step {step_of(best[0])}, in {best[0]}")
+        for line in lines:
+            self._progress.say(line)
+        self._status.tell("; ".join(lines))
 
     def _tell_checkpoint(self, path: Path) -> None:
         self._status.checkpoint_done(LastCheckpoint.of(path, step_of(path)))
@@ -380,6 +414,8 @@ class _Life(Generic[StepT]):
         with stop.one_step():
             result = one_step(step)
             metrics = result.metrics
+            if step == self._done_before + 1:
+                require_metrics(cfg, metrics, of_validation=False)
             done = step - self._done_before
             metrics["perf/left_s"] = (time.perf_counter() - self._start) / done * (trainer.total_steps - step)
             if self._checkpoints.failures:
@@ -389,33 +425,40 @@ class _Life(Generic[StepT]):
             row = Row(step, dict(metrics), sample_lines(step, result.samples), validates)
             self._state.step, self._saved, self._unwritten = step, None, (step, metrics)
             self._status.step_done(step)
-            self._snapshot = {**self._static, **resume.step_facts(self._state.state(), row), "is_last": last}
+            facts = resume.step_facts(self._state.state(), row)
+            self._snapshot = {**self._static, **facts, "is_last": last, PATIENCE: self._early_stop.state()}
         if "console" in cfg.trainer.logger and _shown(cfg, step, last):
             self._progress.say(step_line(step, trainer.total_steps, metrics))
         # Saved first: an error in validation costs no weights.
-        self._save_if_due(step, last)
-        if _due_for_checkpoint(cfg, step, last):
-            with stop.held(), self._status.during("save"):
-                self._checkpoints.begin(step, self._snapshot, cfg.checkpoint.async_save)
+        self._save_if_due(step, last, validates)
+        self._checkpoint_if_due(step, last, validates)
         found = self._validated(step) if validates else {}
         with stop.held():
             self._files.write_samples(step, row.samples)
             self._note_validation(step, metrics, found)
+        if not last and self._early_stop.ends:
+            last = True
+            self._end_early(step)
         self._restarts.step_done(step)
         self._limit.note_step(time.perf_counter() - began)
         self._limit.note_save("checkpoint", self._checkpoints.longest_s)
         self._limit.note_save("model", self._models.longest_s)
         return last
 
-    def _save_if_due(self, step: int, last: bool) -> None:
+    def _checkpoint_if_due(self, step: int, last: bool, validates: bool) -> None:
+        if _due_for_checkpoint(self._cfg, step, last, validates):
+            with stop.held(), self._status.during("save"):
+                self._checkpoints.begin(step, self._snapshot, self._cfg.checkpoint.async_save)
+
+    def _save_if_due(self, step: int, last: bool, validates: bool = False) -> None:
         background, frequency = self._cfg.checkpoint.async_save, self._cfg.trainer.model_freq
-        if _due_for_checkpoint(self._cfg, step, last):
+        if _due_for_checkpoint(self._cfg, step, last, validates):
             # The checkpoint before becomes whole now, and its models come before it; this one's may take their time.
             self._finish_saves()
         if frequency > 0 and step % frequency == 0:
             self._save(self._folder.path / f"global_step_{step}" / "actor", background)
-        if last and frequency != 0:
-            self._save(self._folder.path / "final", background)
+        if last:
+            self._save_final()
 
     def _save(self, path: Path, background: bool) -> None:
         with stop.held(), self._status.during("save"):
@@ -426,6 +469,8 @@ class _Life(Generic[StepT]):
         start = time.perf_counter()
         with self._status.during("validate"):
             metrics = self._trainer.validate(step).metrics
+        if metrics:
+            require_metrics(self._cfg, metrics, of_validation=True)
         return metrics | {VALIDATED: time.perf_counter() - start} if metrics else {}
 
     def _note_validation(self, step: int, metrics: dict[str, float], found: dict[str, float]) -> None:
@@ -433,6 +478,7 @@ class _Life(Generic[StepT]):
             self._unwritten = None
             self._files.write_row(step, metrics | found)
             self._checkpoints.note(step, metrics | found)
+            self._early_stop.note(step, found)
         if found:
             shown = {name: value for name, value in found.items() if name != VALIDATED}
             self._progress.say(f"validation  {step_line(step, self._trainer.total_steps, shown)}")
@@ -443,8 +489,11 @@ def _shown(cfg: RunConfig, step: int, last: bool) -> bool:
     return last or step % cfg.needs.prints_every == 0
 
 
-def _due_for_checkpoint(cfg: RunConfig, step: int, last: bool) -> bool:
+def _due_for_checkpoint(cfg: RunConfig, step: int, last: bool, validates: bool) -> bool:
+    """With checkpoint.keep_best each validation has a checkpoint: the best step cannot be one without."""
     frequency = cfg.checkpoint_freq
+    if cfg.checkpoint.keep_best is not None and (validates or last):
+        return True
     return frequency > 0 and (last or step % frequency == 0)
 
 

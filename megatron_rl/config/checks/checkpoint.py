@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatron_rl.config.metrics import Mode, better_mode, is_measured, validation_metrics
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.text.schema import schema_of
 from megatron_rl.errors import Fault
@@ -51,14 +52,40 @@ def resume_changes(cfg: RunConfig) -> list[Fault]:
 
 
 def best_metric(cfg: RunConfig) -> list[Fault]:
-    """The metric that chooses the best checkpoint is measured when checkpoints are written."""
-    metric = cfg.checkpoint.keep_best
-    if metric is None or not metric.startswith("val/") or (cfg.data.val_files and cfg.trainer.test_freq):
+    """The metric that chooses the best checkpoint is measured, and checkpoints are written."""
+    metric, mode, key = cfg.checkpoint.keep_best, cfg.checkpoint.best_mode, "checkpoint.keep_best"
+    if metric is None:
+        reason, cure = "checkpoint.keep_best is unset: no checkpoint is the best one", "set that, or leave this out"
+        return [] if mode is None else [Fault("checkpoint.best_mode", mode, reason, cure)]
+    faults = _metric_faults(cfg, key, metric, "checkpoint.best_mode", mode)
+    if cfg.checkpoint.freq == 0:
+        faults.append(Fault(key, metric, "checkpoint.freq is 0: no checkpoint is written", "leave one of them out"))
+    return faults
+
+
+def early_stop(cfg: RunConfig) -> list[Fault]:
+    """The metric that ends the run is measured in validation."""
+    stop, key = cfg.trainer.early_stop, "trainer.early_stop.metric"
+    if stop.metric is None:
         return []
-    reason = "is a metric of validation, and this run does not validate"
-    return [
-        Fault("checkpoint.keep_best", metric, reason, "give data.val_files and trainer.test_freq, or another metric")
-    ]
+    if not stop.metric.startswith("val/"):
+        reason = "is no metric of validation"
+        return [Fault(key, stop.metric, reason, f"use one of {', '.join(validation_metrics(cfg))}")]
+    return _metric_faults(cfg, key, stop.metric, "trainer.early_stop.mode", stop.mode)
+
+
+def _metric_faults(cfg: RunConfig, key: str, metric: str, mode_key: str, mode: Mode | None) -> list[Fault]:
+    faults: list[Fault] = []
+    if metric.startswith("val/") and not (cfg.data.val_files and cfg.trainer.test_freq):
+        reason = "is a metric of validation, and this run does not validate"
+        faults.append(Fault(key, metric, reason, "give data.val_files and trainer.test_freq, or another metric"))
+    elif metric.startswith("val/") and not is_measured(cfg, metric):
+        names = ", ".join(validation_metrics(cfg))
+        faults.append(Fault(key, metric, "is no metric of this run's validation", f"use one of {names}"))
+    elif better_mode(metric, mode) is None:
+        reason = f"whether more or less of {metric} is better is not said by its name"
+        faults.append(Fault(mode_key, mode, reason, "write max or min"))
+    return faults
 
 
 def restarts(cfg: RunConfig) -> list[Fault]:

@@ -89,6 +89,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(schedule.staleness, ("train",)),
     Check(schedule.max_time, ("train",)),
     Check(checkpoint.best_metric, ("train",)),
+    Check(checkpoint.early_stop, ("train",)),
     Check(checkpoint.resume_path, ("train",)),
     Check(checkpoint.resume_changes, ("train",)),
     Check(checkpoint.restarts, ("train",)),

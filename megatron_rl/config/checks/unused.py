@@ -63,6 +63,9 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not cfg.algorithm.use_kl_in_reward:
         yield from ((f"algorithm.{key}", "algorithm.use_kl_in_reward is off") for key in _KL_IN_REWARD)
     yield from ((f"critic.{key}", why) for key, why in _unread_of_critic(cfg))
+    if cfg.trainer.early_stop.metric is None:
+        names = ("mode", "patience", "min_delta")
+        yield from ((f"trainer.early_stop.{name}", "trainer.early_stop.metric is unset") for name in names)
     if not cfg.needs.critic:
         yield from ((key, "only an algorithm with a critic reads it") for key in _OF_CRITIC)
     loss = cfg.actor.loss

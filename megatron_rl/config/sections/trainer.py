@@ -13,6 +13,18 @@ LoggerName = Literal["console", "tensorboard", "wandb", "mlflow"]
 
 
 @section
+class EarlyStopConfig:
+    metric: str | None = None
+    """Metric of validation (val/loss, for instance) that ends the run once it no longer improves; off if unset."""
+    mode: Literal["max", "min"] | None = None
+    """Whether a larger or a smaller value is better; unset: what the metric's name says."""
+    patience: PositiveInt = 3
+    """Validations in a row without an improvement, after which the run ends. The one before training does not count."""
+    min_delta: NonNegativeFloat = 0.0
+    """An improvement is a change by more than this."""
+
+
+@section
 class TrainerConfig:
     total_epochs: PositiveInt = 1
     """Epochs over the training files."""
@@ -22,6 +34,8 @@ class TrainerConfig:
     """Initial steps of a PPO run in which only the critic is updated."""
     target_loss: PositiveFloat | None = None
     """SFT stops once the moving average (decay 0.9) of the training loss is below this."""
+    early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
+    """The end of a run that no longer improves."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do if a loss or gradient is not finite: stop the run, or skip the mini-batch and count it. In both cases
     parameters, optimizer and learning-rate schedule stay as they were."""

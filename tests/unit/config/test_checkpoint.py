@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.config.durations import seconds_of
 from megatron_rl.config.load import load_config
+from megatron_rl.config.metrics import better_mode
 from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError
 from tests.helpers.config import load, make_model, only_fault, write
@@ -90,3 +91,44 @@ def test_verls_path_to_go_on_from_is_the_mode_here(tmp_path: Path) -> None:
 def test_verls_numbers_of_saves_are_one(tmp_path: Path) -> None:
     both = ["trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"]
     assert verl(tmp_path, *both).checkpoint.keep_last == 3
+
+
+SFT = ["algorithm.name=sft"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "said"),
+    [
+        ("val/los", None, "is no metric of this run's validation"),
+        ("val/loss/math", None, "is no metric of this run's validation"),
+        ("val/num_samples", None, "more or less of val/num_samples is better"),
+        ("loss", "min", "is no metric of validation"),
+        ("val/loss", None, ""),
+        ("val/accuracy", "min", ""),
+        ("val/num_samples", "max", ""),
+    ],
+)
+def test_what_ends_a_run_is_a_metric_of_its_validation(
+    tmp_path: Path, metric: str, mode: str | None, said: str
+) -> None:
+    given = [*SFT, f"data.val_files={write(tmp_path / 'val.jsonl', '')}", f"trainer.early_stop.metric={metric}"]
+    given += [] if mode is None else [f"trainer.early_stop.mode={mode}"]
+    if not said:
+        assert load(tmp_path, *given).trainer.early_stop.metric == metric
+        return
+    fault = only_fault(tmp_path, *given)
+    assert said in fault.reason and ("val/loss, val/token_accuracy" in fault.cure or "max or min" in fault.cure)
+
+
+def test_the_best_mode_follows_from_the_name() -> None:
+    modes = {
+        name: better_mode(name, None) for name in ("val/loss", "val/pass@4/math", "reward/mean", "val/length", "loss")
+    }
+    assert list(modes.values()) == ["min", "max", "max", None, None]
+
+
+def test_a_best_checkpoint_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    val = f"data.val_files={write(tmp_path / 'val.jsonl', '')}"
+    fault = only_fault(tmp_path, val, "checkpoint.keep_best=val/accuracy", "checkpoint.freq=0")
+    assert "no checkpoint is written" in fault.reason
+    assert only_fault(tmp_path, "checkpoint.best_mode=max").key == "checkpoint.best_mode"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -412,15 +413,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, unbroken: dict[str, An
     assert kept == sorted({top, STEPS}) and (tmp_path / "runs/a/checkpoints/latest").read_text() == "step_000006\n"
 
 
-def test_a_metric_that_never_comes_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(config(tmp_path, "checkpoint.keep_best=val/accuracy", "checkpoint.freq=1"))
-    assert sum("no step has had the metric" in record.getMessage() for record in caplog.records) == 0
-    other = tmp_path / "other"
-    other.mkdir()
-    train(config(other, "checkpoint.keep_best=reward/men", "checkpoint.freq=1"))
-    assert sum("no step has had the metric 'reward/men'" in record.getMessage() for record in caplog.records) == 1
-
-
 def test_a_checkpoint_that_cannot_be_written_is_said_counted_and_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -443,3 +435,111 @@ def test_a_checkpoint_that_cannot_be_written_is_said_counted_and_removed(
 
 def test_newest_of_a_folder_without_any(tmp_path: Path) -> None:
     assert newest(tmp_path).checkpoint is None and newest(tmp_path).passed_over == ()
+
+
+# The best step, and the end of a run that no longer improves.
+
+EARLY = ["trainer.early_stop.metric=val/accuracy", "trainer.test_freq=1", "trainer.total_training_steps=30"]
+
+
+def accuracies(folder: Path) -> dict[int, float]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return {int(row["step"]): row["val/accuracy"] for row in rows if "val/accuracy" in row and row["step"]}
+
+
+def last_step(values: dict[int, float], patience: int, min_delta: float = 0.0) -> tuple[int, int]:
+    """(step that ends the run, best step), said once more by hand."""
+    best_step, best = 0, -float("inf")
+    for step, value in values.items():
+        if value > best + min_delta:
+            best_step, best = step, value
+        if sum(best_step < other <= step for other in values) == patience:
+            return step, best_step
+    return max(values), best_step
+
+
+@pytest.mark.parametrize(("patience", "min_delta"), [(2, 0.0), (3, 0.0), (3, 2.5)])
+def test_a_run_ends_once_validation_no_longer_improves(
+    tmp_path: Path, patience: int, min_delta: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [*EARLY, f"trainer.early_stop.patience={patience}", f"trainer.early_stop.min_delta={min_delta}"]
+    folder = tmp_path / "runs" / "a"
+    cfg = config(tmp_path, *more, "checkpoint.freq=5", "checkpoint.keep_best=val/accuracy", "checkpoint.keep_last=1")
+    train(cfg)
+    values = accuracies(folder)
+    ended, best = last_step(values, patience, min_delta)
+    assert max(values) == ended < 30 and (folder / "final").is_dir()
+    there = newest(folder).checkpoint
+    assert there is not None and there.step == ended
+    top = max(values, key=lambda step: (values[step], step))
+    assert {top, ended} <= set(map(step_of, checkpoint_folders(folder)))
+    status = json.loads((folder / "status.json").read_text())
+    assert f"was best at step {best}" in status["message"] and f"at step {top}, in {folder}" in status["message"]
+    assert f"ended after step {ended}: val/accuracy was best at step {best}" in capsys.readouterr().out
+    assert "that is complete" in faults(cfg), "the run is over"
+    train(config(tmp_path, *more, f"trainer.early_stop.patience={patience + 2}"))
+    longer = accuracies(folder)
+    assert max(longer) == last_step(longer, patience + 2, min_delta)[0] > ended, "more patience goes on"
+
+
+@pytest.mark.parametrize("more", [["checkpoint.freq=2"], ["checkpoint.freq=2", "checkpoint.keep_best=val/accuracy"]])
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+def test_r1_a_run_that_ends_early_and_is_killed_ends_at_the_same_step(
+    tmp_path: Path, more: list[str], every: int
+) -> None:
+    more = [*EARLY, *more, "trainer.early_stop.patience=2", "trainer.overwrite=replace", "trainer.save_freq=-1"]
+    (tmp_path / "whole").mkdir()
+    train(config(tmp_path / "whole", *more))
+    unbroken, number, ended = outcome(tmp_path / "whole" / "runs" / "a"), 5, 9
+    while ended == 9:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        cfg = config(folder, *more)
+
+        def killed_there(cfg: RunConfig = cfg, folder: Path = folder, number: int = number) -> None:
+            kill_at_event(folder / "runs", number)
+            train(cfg)
+
+        ended = killed(killed_there)
+        if ended == 9:
+            killed(lambda cfg=cfg: train(cfg))
+            assert outcome(folder / "runs" / "a") == unbroken, number
+        number += every
+    assert ended == 0 and number > 40
+
+
+def test_a_run_that_was_killed_before_its_last_save_makes_it_and_more_patience_goes_on(tmp_path: Path) -> None:
+    more, folder = [*EARLY, "checkpoint.freq=20", "trainer.save_freq=-1"], tmp_path / "runs" / "a"
+    cfg = config(tmp_path, *more, "trainer.early_stop.patience=2")
+    train(cfg)
+    values, whole = accuracies(folder), outcome(folder)
+    there = newest(folder).checkpoint
+    assert there is not None and there.step == max(values) and there.state["is_last"]
+    shutil.rmtree(folder / "final")
+    train(cfg)
+    assert outcome(folder) == whole and "final" in whole["saves"]
+    train(config(tmp_path, *more, "trainer.early_stop.patience=4"))
+    longer = accuracies(folder)
+    assert max(longer) == last_step(longer, 4)[0] > max(values)
+
+
+def test_counts_go_on_in_another_folder(tmp_path: Path) -> None:
+    more = [*EARLY, "trainer.early_stop.patience=2", "checkpoint.freq=1"]
+    train(config(tmp_path, *more))
+    values = accuracies(tmp_path / "runs" / "a")
+    ended = max(values)
+    path = tmp_path / "runs" / "a" / "checkpoints" / f"step_{ended - 1:06d}"
+    train(config(tmp_path, *more, f"trainer.resume_mode={path}", "trainer.experiment_name=b"))
+    assert accuracies(tmp_path / "runs" / "b") == {ended: values[ended]}
+
+
+def test_a_metric_that_the_run_does_not_measure_ends_it_at_once_with_the_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keep_best: .reward/men. -- .* use one of reward/mean") as caught:
+        train(config(tmp_path, "checkpoint.keep_best=reward/men", "checkpoint.best_mode=max"))
+    assert len(caught.value.faults) == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    cfg = config(other, "trainer.early_stop.metric=val/accuracy/nobody")
+    with pytest.raises(ConfigError, match="early_stop.metric: .val/accuracy/nobody. -- .* use one of val/accuracy"):
+        train(cfg)
+    assert not (other / "runs" / "a" / "metrics.jsonl").exists(), "refused before work starts"
