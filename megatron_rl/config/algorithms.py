@@ -24,6 +24,8 @@ class Needs:
     """The model that trains is a reward model: a score of a sequence in place of next tokens."""
     validates: Literal["steps", "epochs"] = "steps"
     """When a negative trainer.test_freq validates: only after the last step, or at the end of every epoch too."""
+    samples_to_validate: bool = False
+    """data.val_prompt_files are sampled by an engine and scored at each validation, though training has no rollouts."""
     stops_at_loss: bool = False
     """trainer.target_loss ends the run."""
     prints_every: int = 1
@@ -35,6 +37,6 @@ ALGORITHMS: dict[AlgorithmName, Needs] = {
     "grpo": Needs(rollouts=True, rewards=True),
     "ppo": Needs(rollouts=True, rewards=True, critic=True),
     "reward_model": Needs(preferences=True, reward_head=True, validates="epochs", prints_every=10),
-    "sft": Needs(validates="epochs", stops_at_loss=True, prints_every=10),
+    "sft": Needs(validates="epochs", samples_to_validate=True, stops_at_loss=True, prints_every=10),
 }
 """algorithm.name -> what it needs; megatron_rl.trainers.TRAINERS has the same names."""

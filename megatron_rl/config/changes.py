@@ -25,7 +25,7 @@ _ENGINE_MEMORY = ("gpu_memory_utilization", "kv_cache_gb", "max_num_seqs")
 
 FREE: tuple[str, ...] = (
     *_below("model.lora", "sync", "save"),
-    *_below("data", "val_files", "val_batch_size", "num_workers", "cache_dir"),
+    *_below("data", "val_files", "val_prompt_files", "val_batch_size", "num_workers", "cache_dir"),
     *_below("actor", *_LAYOUT, "vpp", "ep", "etp", *_STAGES, "use_distributed_optimizer", "packing"),
     *_below("actor", "overlap_grad_reduce", "overlap_param_gather", "overlap_bucket_size"),
     *_below("actor", *_MICRO_BATCHES, *_OFFLOAD),

@@ -20,14 +20,17 @@ def validation_metrics(cfg: RunConfig) -> tuple[str, ...]:
     elif cfg.needs.rollouts:
         names = ["accuracy", *_of_samples(cfg), "num_rows", "num_samples", "failed", "response_length"]
     else:
-        names = ["loss", "token_accuracy", "accuracy", "num_samples"]
+        names = ["loss", "token_accuracy", "accuracy", "num_samples"] if cfg.data.val_files else []
+        if cfg.samples_prompts:
+            names += ["reward", *_of_samples(cfg), "num_prompts", "num_responses", "failed", "response_length"]
     return tuple(f"val/{name}" for name in names)
 
 
 def is_measured(cfg: RunConfig, metric: str) -> bool:
     """Whether a validation of the run may have the metric. One of a data source is known once rows are read."""
     _, name, *source = metric.split("/", 2)
-    return f"val/{name}" in validation_metrics(cfg) and (not source or name.startswith(_BY_SOURCE))
+    has_sources = name.startswith(_BY_SOURCE) and (cfg.needs.rollouts or cfg.needs.preferences or name != "accuracy")
+    return f"val/{name}" in validation_metrics(cfg) and (not source or has_sources)
 
 
 def better_mode(metric: str, mode: Mode | None) -> Mode | None:

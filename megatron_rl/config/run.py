@@ -67,6 +67,26 @@ class RunConfig:
         return engine_of(self.rollout.name)
 
     @property
+    def samples_prompts(self) -> bool:
+        """The run has an engine and a reward for validation alone."""
+        return self.needs.samples_to_validate and bool(self.data.val_prompt_files)
+
+    @property
+    def has_engine(self) -> bool:
+        """Engines sample responses: in training, or in validation alone."""
+        return self.needs.rollouts or self.samples_prompts
+
+    @property
+    def has_rewards(self) -> bool:
+        """Responses are scored: in training, or in validation alone."""
+        return self.needs.rewards or self.samples_prompts
+
+    @property
+    def validates(self) -> bool:
+        """There is something to validate on, and a step at which to do so."""
+        return bool(self.data.val_files or self.samples_prompts) and self.trainer.test_freq != 0
+
+    @property
     def judged_loss(self) -> JudgedLoss:
         """The loss of a run on preferences."""
         return self.algorithm.reward_loss if self.needs.reward_head else self.algorithm.loss

@@ -123,11 +123,11 @@ def layout_table(cfg: RunConfig, shape: ModelShape | None = None) -> list[TableR
         TableRow("context parallel (cp)", actor.cp, "actor.cp"),
         TableRow("data parallel (dp)", cfg.dp_size, "ranks / (tp * pp * cp)"),
     ]
-    if cfg.needs.rollouts:
+    if cfg.has_engine:
         engines = cfg.world_size // cfg.rollout.tp
         each = f"{cfg.rollout.tp} rank{'s' if cfg.rollout.tp > 1 else ''} each"
         rows.append(TableRow("engines", engines, f"{cfg.rollout.name}, {each}, on the actor's ranks"))
-        rows.append(_reference(cfg))
+        rows += [_reference(cfg)] if cfg.needs.rollouts else []
         rows += [TableRow("critic", 1, _critic(cfg))] if cfg.critic.enable else []
     elif cfg.needs_reference:
         rows.append(_reference(cfg))

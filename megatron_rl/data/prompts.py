@@ -84,6 +84,8 @@ def load_prompts(cfg: DataConfig, files: Sequence[str], renderer: Renderer, *, v
     prompts under the policy "error", no row left.
     """
     what = "data.val_files" if validation else "data.train_files"
+    # Only a run that reads its prompts from there has such files.
+    what = "data.val_prompt_files" if cfg.val_prompt_files else what
     rows = read_rows(files, what)
     rendered, num_cached = render_rows(cfg, rows, renderer, render_prompt)
     prompts: list[Prompt] = []

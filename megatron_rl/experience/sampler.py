@@ -26,6 +26,7 @@ class Sampler:
         self.version = 0
         """Of the weights in the engines: the number of updates that were published."""
         self._group: WorkerGroup | None = None
+        self._noticed: list[UpdateResult] = []
 
     def start(self, group: WorkerGroup, renderer: Renderer) -> None:
         """group: workers with engines, running. Publishes the weights that they hold. RolloutError for stop texts
@@ -49,6 +50,16 @@ class Sampler:
 
     def publish(self, updates: list[UpdateResult]) -> SyncReport:
         """The new weights into the engines, under the next version; all ranks added up."""
+        self.notice(updates)
+        return self.publish_noticed()
+
+    def notice(self, updates: list[UpdateResult]) -> None:
+        """Updates whose weights `publish_noticed` gives the engines, of a step that samples nothing."""
+        self._noticed += updates
+
+    def publish_noticed(self) -> SyncReport:
+        """The weights after all updates since the last publish into the engines; all ranks added up."""
+        updates, self._noticed = self._noticed, []
         self.version += 1
         changed = any(
             update.report.updated and update.report.grad_norm > 0 and update.report.lr > 0 for update in updates

@@ -35,6 +35,7 @@ _FIGURES = (
     ("reward/failed", "failed {:.0f}"),
     ("val/accuracy", "accuracy {:.3f}"),
     ("val/loss", "val loss {:.4f}"),
+    ("val/reward", "val reward {:.3f}"),
     ("kl/ref", "kl {:.4f}"),
     ("sft/loss", "loss {:.4f}"),
     ("preference/loss", "loss {:.4f}"),

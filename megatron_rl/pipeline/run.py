@@ -128,10 +128,10 @@ def stage_facts(
 
 def files_of(cfg: RunConfig) -> Iterator[Path]:
     """The files that a run reads: data, rewards, and those of models."""
-    for key in ("train_files", "val_files"):
-        for path in data_files(f"data.{key}", cfg.data.train_files if key == "train_files" else cfg.data.val_files)[0]:
+    for files in (cfg.data.train_files, cfg.data.val_files, cfg.data.val_prompt_files):
+        for path in data_files("data", files)[0]:
             yield from dataset_shards(path)[0] if path.is_dir() else [path]
-    plan = plan_rewards(cfg.reward)[0] if cfg.needs.rewards else None
+    plan = plan_rewards(cfg.reward)[0] if cfg.has_rewards else None
     for reward in plan.rewards() if plan is not None else ():
         module = Path(reward.spec.rpartition(":")[0]).expanduser()
         if module.suffix == ".py":

@@ -103,8 +103,8 @@ def inspect(cfg: RunConfig, color: bool | None = None) -> Findings:
     color: mark trained tokens in colour; by default where standard output is a terminal and NO_COLOR is not set.
     """
     findings = Findings()
-    _try(findings, lambda: preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=True))
-    findings.faults += weight_faults(cfg, needs_rewards=cfg.needs.rewards)
+    _try(findings, lambda: preflight(cfg, needs_rollout=cfg.has_engine, trains=True))
+    findings.faults += weight_faults(cfg, needs_rewards=cfg.has_rewards)
     renderer = _try(findings, lambda: Renderer.from_config(cfg.model, cfg.data))
     if renderer is None:
         return findings
@@ -132,6 +132,11 @@ def _look_at_samples(cfg: RunConfig, renderer: Renderer, findings: Findings, col
         # The first token of a sequence is predicted by nothing.
         mask = [False, *sample.loss_mask[1:]]
         findings.lines += row_lines("first row", sample.token_ids, mask, renderer, color)
+    files = cfg.data.val_prompt_files
+    prompts = _try(findings, lambda: load_prompts(cfg.data, files, renderer, validation=True)) if files else None
+    if prompts is not None:
+        findings.lines += summary_lines({"val prompts": prompts}, {})
+        _try(findings, lambda: _check_rewards(cfg, prompts.items))
 
 
 def _look_at_preferences(cfg: RunConfig, renderer: Renderer, findings: Findings, color: bool) -> None:

@@ -77,8 +77,10 @@ class Trainer:
         parts, cfg = self.parts, self.cfg
         renderer = Renderer.from_config(cfg.model, cfg.data)
         parts.data.read(renderer)
+        if cfg.samples_prompts:
+            parts.prompts.read(renderer)
         try:
-            if cfg.needs.rewards:
+            if cfg.has_rewards:
                 parts.rewards.start()
                 parts.rewards.preflight([prompt for one in parts.prompts.sets.values() for prompt in one.items])
             steps = parts.data.total_steps
@@ -87,15 +89,15 @@ class Trainer:
             workers = self._workers = start_workers(
                 cfg,
                 (steps - warmup) * cfg.updates_per_step,
-                with_engine=cfg.needs.rollouts,
+                with_engine=cfg.has_engine,
                 critic_optimizer_steps=steps * cfg.critic_updates_per_step if cfg.needs.critic else None,
             )
             parts.models.start(workers.train)
             if checkpoint is not None:
                 self._notes = load_models(workers.train, checkpoint)
-            if cfg.needs.rewards:
+            if cfg.has_rewards:
                 parts.rewards.start_models()
-            if cfg.needs.rollouts:
+            if cfg.has_engine:
                 parts.sampler.start(workers.engines, renderer)
         except BaseException as error:
             further = failure_of(self.close)
@@ -163,10 +165,15 @@ class Trainer:
     def summary(self) -> list[str]:
         """What was read, for the run's first lines."""
         notes: dict[str, Sequence[str]] = {}
-        if self.cfg.needs.rewards:
+        if self.cfg.has_rewards:
             sets = self.parts.prompts.sets
             notes = {name: self.parts.rewards.notes(prompts.items) for name, prompts in sets.items()}
-        lines = summary_lines(self.parts.data.sets, self.cfg.data.mix_weights, notes)
+        sampled = self.parts.prompts.val if self.cfg.samples_prompts else None
+        if sampled is None:
+            lines = summary_lines(self.parts.data.sets, self.cfg.data.mix_weights, notes)
+        else:
+            lines = summary_lines(self.parts.data.sets, self.cfg.data.mix_weights)
+            lines += summary_lines({"val prompts": sampled}, {}, {"val prompts": notes["val"]})
         if self.cfg.model.lora.rank:
             of_ranks = self.parts.models.group.all(TrainWorker.bound_layers, "actor")
             lines += adapter_lines(self.cfg, sorted({name for of_rank in of_ranks for name in of_rank}))

@@ -39,8 +39,12 @@ def validate(parts: Parts, step: int) -> Validation:
     if parts.cfg.needs.preferences:
         val = parts.preferences.val
         return Validation({}, list) if val is None else validate_preferences(parts, val.items)
-    val = parts.samples.val
-    return Validation({}, list) if val is None else validate_samples(parts, val.items)
+    val, prompts = parts.samples.val, parts.prompts.val
+    rows = Validation({}, list) if val is None else validate_samples(parts, val.items)
+    if prompts is None:
+        return rows
+    sampled = validate_sampled(parts, prompts.items, step)
+    return Validation(rows.metrics | sampled.metrics, lambda: [*rows.rows(), *sampled.rows()])
 
 
 def validate_prompts(parts: Parts, prompts: Sequence[Prompt], step: int) -> Validation:
@@ -62,6 +66,22 @@ def validate_prompts(parts: Parts, prompts: Sequence[Prompt], step: int) -> Vali
         ]
 
     return Validation(validation_metrics(rollouts, results, val.pass_score), rows)
+
+
+_OF_SAMPLED = {"val/accuracy": "val/reward", "val/num_rows": "val/num_prompts", "val/num_samples": "val/num_responses"}
+"""Metrics of prompts -> their names beside those of SFT's rows, which have the first."""
+
+
+def validate_sampled(parts: Parts, prompts: Sequence[Prompt], step: int) -> Validation:
+    """As validate_prompts, by an engine that gets the newest weights for it; metrics are named by _OF_SAMPLED."""
+    parts.sampler.publish_noticed()
+    sampled = validate_prompts(parts, prompts, step)
+
+    def named(metric: str) -> str:
+        head, name, *source = metric.split("/", 2)
+        return "/".join([_OF_SAMPLED.get(f"{head}/{name}", f"{head}/{name}"), *source])
+
+    return Validation({named(name): value for name, value in sampled.metrics.items()}, sampled.rows)
 
 
 def validate_samples(parts: Parts, samples: Sequence[SftSample]) -> Validation:

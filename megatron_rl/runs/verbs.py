@@ -38,8 +38,8 @@ __all__ = ["evaluate", "export", "inspect", "train"]
 
 def train(cfg: RunConfig) -> None:
     """`megatron-rl train`. Checks the machine first; raises before any process starts where it cannot work."""
-    preflight(cfg, needs_rollout=cfg.needs.rollouts, trains=True)
-    require_weights(cfg, needs_rewards=cfg.needs.rewards)
+    preflight(cfg, needs_rollout=cfg.has_engine, trains=True)
+    require_weights(cfg, needs_rewards=cfg.has_rewards)
     with kept_clean():
         session.run(cfg, Trainer, synchronous if cfg.trainer.max_staleness is None else asynchronous)
 
@@ -56,8 +56,8 @@ def evaluate(cfg: RunConfig, out: str | None = None, checkpoint: str | None = No
     saved = None if checkpoint is None else _checkpoint_for(cfg, checkpoint)
     folder = _free_folder(f"{cfg.trainer.run_dir}-eval") if out is None else new_folder(out)
     cfg = replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}))
-    preflight(cfg, needs_rollout=cfg.needs.rollouts)
-    require_weights(cfg, needs_rewards=cfg.needs.rewards)
+    preflight(cfg, needs_rollout=cfg.has_engine)
+    require_weights(cfg, needs_rewards=cfg.has_rewards)
     progress = Progress()
     with kept_clean():
         trainer = Trainer(cfg)
@@ -86,7 +86,7 @@ def check_nodes_alone(cfg: RunConfig, tell: Callable[[str], None]) -> None:
     if cfg.cluster.backend == "inline":
         reason = "has no nodes: its one rank is in the controller"
         raise ConfigError([Fault("cluster.backend", "inline", reason, "leave --cluster out, or use ray")])
-    preflight(cfg, needs_rollout=cfg.needs.rollouts)
+    preflight(cfg, needs_rollout=cfg.has_engine)
     with kept_clean(), ray_runtime.joined(cfg.cluster):
         device = ray_runtime.workers_device(cfg.cluster, cfg.cluster.device)
         check = replace(node_check(cfg, tell), links=cfg.world_size > 1 and cfg.cluster.check_links is not False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_rl.config.run import RunConfig
@@ -126,7 +127,7 @@ class Parts:
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
-        self.prompts = RunData(cfg, load_prompts)
+        self.prompts = RunData(_with_prompts(cfg) if cfg.samples_prompts else cfg, load_prompts)
         self.samples = RunData(cfg, load_sft)
         """Of supervised fine-tuning."""
         self.preferences = RunData(cfg, preference_reader(cfg))
@@ -144,3 +145,8 @@ class Parts:
         if self.cfg.needs.preferences:
             return self.preferences
         return self.prompts if self.cfg.needs.rollouts else self.samples
+
+
+def _with_prompts(cfg: RunConfig) -> RunConfig:
+    """The config whose validation rows are the prompts that a run samples in validation alone."""
+    return replace(cfg, data=replace(cfg.data, train_files=[], mix_weights={}, val_files=cfg.data.val_prompt_files))

@@ -30,6 +30,7 @@ def sft(parts: Parts) -> Flow:
         node(assemble, parts.models, group="policy"),
         node(update, parts.models, gives="updates", group="policy"),
         node(watch_loss, parts.loss_average),
+        *([node(parts.sampler.notice)] if parts.cfg.samples_prompts else []),
     ]
     return Flow(nodes, sources={"samples": list[SftSample]})
 

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl.observe.sinks import read_metrics
 from megatron_rl.pipeline.check import load_pipeline
 from megatron_rl.pipeline.run import run_pipeline
 from megatron_rl.pipeline.spec import Stage
@@ -37,6 +38,9 @@ SMALL = [
 REWARD = """
 def odd(data_source, solution_str, ground_truth, extra_info):
     return float(sum(map(ord, solution_str)) % 2)
+
+def graded(data_source, solution_str, ground_truth, extra_info):
+    return (1 + sum(i * ord(c) for i, c in enumerate(solution_str, 1)) % 97) / 100
 """
 
 
@@ -135,6 +139,48 @@ def test_a_pipeline_that_is_killed_while_it_trains_ends_as_the_unbroken_one(
     again = (tmp_path / "2-sft.log").read_text()
     assert "step_000003: " in again and "step_000002: " not in again
     same(tmp_path / "killed", tmp_path / "whole", ("sft",))
+
+
+def test_sft_samples_its_validation_with_the_newest_weights_and_goes_on_alike(
+    data: Path, tmp_path: Path, warm: Warm
+) -> None:
+    """What SFT's validation scores is what an evaluation of the same weights scores, by data source too."""
+    (data.parent / "reward.py").write_text(REWARD)
+    rows = pq.read_table(few(data, "val", 8)).to_pylist()
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row | {"data_source": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows)))
+    engine = [
+        f"model.path={data / 'model'}",
+        "model.dtype=float32",
+        f"reward.function={data.parent / 'reward.py'}:graded",
+    ]
+    engine += ["cluster.backend=inline", "rollout.name=hf"]
+    own = [f"data.train_files={few(data, 'sft_train', 24)}", f"data.val_files={few(data, 'sft_val', 8)}"]
+    own += [f"data.val_prompt_files={file}", "data.train_batch_size=8", "trainer.test_freq=2", "checkpoint.freq=2"]
+    own += ["trainer.total_training_steps=4", "actor.optim.lr_warmup_steps=0", "trainer.target_loss=null"]
+    sft, grpo = (str(REPO / "configs" / f"{name}-add2-1n1g.yaml") for name in ("sft", "grpo"))
+
+    def trains(name: str, kills_at: str = "") -> None:
+        folder = [f"trainer.default_local_dir={tmp_path}", f"trainer.experiment_name={name}"]
+        process = warm.start([sft, *engine, *own, *folder], tmp_path / f"{name}.log")
+        if kills_at:
+            assert process.wait_for(kills_at)
+            os.kill(process.pid, signal.SIGKILL)
+        assert process.end() == (-signal.SIGKILL if kills_at else 0), (tmp_path / f"{name}.log").read_text()[-3000:]
+
+    trains("whole")
+    trains("killed", "step_000002: ")
+    trains("killed")
+    assert not unlike(outcome(tmp_path / "killed"), outcome(tmp_path / "whole"))
+    last = read_metrics(tmp_path / "whole" / "metrics.jsonl")[-1]
+    assert {"val/loss", "val/reward", "val/reward/a", "val/reward/b"} <= last.keys() and 0 < last["val/reward"] < 1
+    final = [*engine, f"model.path={tmp_path / 'whole' / 'final'}", f"data.val_files={file}", "--out"]
+    assert warm.start([grpo, *final, str(tmp_path / "eval")], tmp_path / "eval.log", "eval").end() == 0
+    scored = json.loads((tmp_path / "eval" / "metrics.json").read_text())
+    assert [last[f"val/reward{of}"] for of in ("", "/a", "/b")] == [
+        scored[f"val/accuracy{of}"] for of in ("", "/a", "/b")
+    ]
+    assert last["val/response_length"] == scored["val/response_length"]
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def early_stop(cfg: RunConfig) -> list[Fault]:
 
 def _metric_faults(cfg: RunConfig, key: str, metric: str, mode_key: str, mode: Mode | None) -> list[Fault]:
     faults: list[Fault] = []
-    if metric.startswith("val/") and not (cfg.data.val_files and cfg.trainer.test_freq):
+    if metric.startswith("val/") and not cfg.validates:
         reason = "is a metric of validation, and this run does not validate"
         faults.append(Fault(key, metric, reason, "give data.val_files and trainer.test_freq, or another metric"))
     elif metric.startswith("val/") and not is_measured(cfg, metric):

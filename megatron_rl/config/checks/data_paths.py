@@ -150,9 +150,18 @@ def val_files(cfg: RunConfig) -> list[Fault]:
     return data_files("data.val_files", cfg.data.val_files)[1]
 
 
+def val_prompt_files(cfg: RunConfig) -> list[Fault]:
+    """The prompts of SFT's validation are there, and the run does sample them."""
+    key, files = "data.val_prompt_files", cfg.data.val_prompt_files
+    if files and not cfg.needs.samples_to_validate:
+        cure = "put them into data.val_files" if cfg.needs.rollouts else "leave it out"
+        return [Fault(key, files, f"is read by algorithm.name sft, and this run is {cfg.algorithm.name}", cure)]
+    return data_files(key, files)[1]
+
+
 def eval_files(cfg: RunConfig) -> list[Fault]:
     """There is something to score the model on."""
-    if cfg.data.val_files:
+    if cfg.data.val_files or cfg.samples_prompts:
         return []
     reason = "eval scores the model on these files, and there are none"
     return [Fault("data.val_files", [], reason, "give at least one file")]

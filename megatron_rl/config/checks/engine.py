@@ -26,7 +26,7 @@ def engine_path(cfg: RunConfig) -> list[Fault]:
     """An engine that is named by its class has a module. Nothing of it is imported: it may need torch."""
     name = cfg.rollout.name
     module, colon, cls = name.partition(":")
-    if not cfg.needs.rollouts or not colon:
+    if not cfg.has_engine or not colon:
         return []
     parts = module.split(".")
     if not cls.isidentifier() or not all(part.isidentifier() for part in parts):
@@ -55,7 +55,7 @@ def _missing_module(parts: Sequence[str]) -> str | None:
 def engine_layout(cfg: RunConfig) -> list[Fault]:
     """Engines of tp ranks each, on all ranks of the actor."""
     tp, name = cfg.rollout.tp, cfg.rollout.name
-    if not cfg.needs.rollouts or tp == 1:
+    if not cfg.has_engine or tp == 1:
         return []
     cure = "set rollout.tp=1: each rank then has an engine of its own"
     if not cfg.engine.multi_rank:
@@ -70,7 +70,7 @@ def engine_layout(cfg: RunConfig) -> list[Fault]:
 def engine_experts(cfg: RunConfig) -> list[Fault]:
     """Experts are dealt to the ranks of one engine, by one that can."""
     ep, tp = cfg.rollout.ep, cfg.rollout.tp
-    if not cfg.needs.rollouts or ep == 1:
+    if not cfg.has_engine or ep == 1:
         return []
     cure = "set rollout.ep=1: each rank then holds a part of every expert"
     if not cfg.engine.deals_experts:
@@ -108,7 +108,7 @@ def routers(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     given: dict[str, object] = {
         "actor.router_replay": None if actor.router_replay == "off" else actor.router_replay,
         "actor.router_aux_loss_coef": actor.router_aux_loss_coef or None,
-        "rollout.ep": None if cfg.rollout.ep == 1 or not cfg.needs.rollouts else cfg.rollout.ep,
+        "rollout.ep": None if cfg.rollout.ep == 1 or not cfg.has_engine else cfg.rollout.ep,
     }
     given = {key: value for key, value in given.items() if value is not None}
     if shape is not None and not shape.num_experts:
@@ -129,7 +129,7 @@ def float32_routers(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """
     shape, dtype = models.actor(cfg), cfg.rollout.dtype
     mixed = cfg.model.dtype == "float32" and dtype == "bfloat16" and cfg.rollout.weight_sync == "reshard"
-    if shape is None or not cfg.needs.rollouts or not mixed or cfg.engine.parameters != "fused":
+    if shape is None or not cfg.has_engine or not mixed or cfg.engine.parameters != "fused":
         return []
     if not in_float32(shape, FAMILIES[shape.architecture]):
         return []
@@ -140,7 +140,7 @@ def float32_routers(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
 def engine_length(cfg: RunConfig) -> list[Fault]:
     """The engine cuts no response short."""
     longest = cfg.rollout.max_model_len
-    if not cfg.needs.rollouts or longest is None or longest >= cfg.max_sequence_length:
+    if not cfg.has_engine or longest is None or longest >= cfg.max_sequence_length:
         return []
     reason = f"the engine would cut responses: the longest sequence is {longest_sequence(cfg)}"
     cure = f"leave it out, raise it to at least {cfg.max_sequence_length}, or lower the lengths"
@@ -166,7 +166,7 @@ def engine_parallel(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """An engine that fuses and pads parameters can split the model over its ranks."""
     shape = models.actor(cfg)
     tp = cfg.rollout.tp
-    if shape is None or not cfg.needs.rollouts or cfg.engine.parameters != "fused" or cfg.world_size % tp:
+    if shape is None or not cfg.has_engine or cfg.engine.parameters != "fused" or cfg.world_size % tp:
         return []
     fitting = engine_tp_choices(shape, cfg.rollout.ep > 1)
     if tp in fitting:
@@ -182,7 +182,7 @@ def engine_parallel(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
 def head_dim(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The engine has attention kernels for the model's heads, and reads their size."""
     shape, engine = models.actor(cfg), cfg.engine
-    if shape is None or not cfg.needs.rollouts:
+    if shape is None or not cfg.has_engine:
         return []
     other = _engines(lambda other: other.runs_model and other.head_dims is None)
     if shape.latent is not None:
@@ -223,7 +223,7 @@ def _latent_attention(cfg: RunConfig, shape: ModelShape, latent: Latent, other: 
 def engine_positions(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The engine is not asked for more positions than the model knows."""
     shape, longest = models.actor(cfg), cfg.rollout.max_model_len
-    if shape is None or longest is None or not cfg.needs.rollouts or longest <= shape.max_position_embeddings:
+    if shape is None or longest is None or not cfg.has_engine or longest <= shape.max_position_embeddings:
         return []
     reason = f"the model knows {shape.max_position_embeddings} positions (max_position_embeddings)"
     return [

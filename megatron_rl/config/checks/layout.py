@@ -138,7 +138,7 @@ def groups_on_one_node(cfg: RunConfig) -> list[Fault]:
     sizes = {"actor.tp": cfg.actor.tp}
     if cfg.actor.etp is not None:
         sizes["actor.etp"] = cfg.actor.etp
-    if cfg.needs.rollouts:
+    if cfg.has_engine:
         sizes["rollout.tp"] = cfg.rollout.tp
     per_node = cluster.n_gpus_per_node
     cure = (

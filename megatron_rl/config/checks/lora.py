@@ -54,7 +54,7 @@ def lora_belongs(cfg: RunConfig) -> list[Fault]:
 def lora_sync(cfg: RunConfig) -> list[Fault]:
     """The engine can hold adapters, if it is to get them."""
     lora, key = cfg.model.lora, "model.lora.sync"
-    if not lora.rank or not cfg.needs.rollouts or lora.sync == "merged":
+    if not lora.rank or not cfg.has_engine or lora.sync == "merged":
         return []
     if not cfg.engine.takes_adapters:
         reason = f"the engine {cfg.engine.name} holds no adapters"
@@ -87,7 +87,7 @@ def lora_targets(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     reason = "vLLM folds kv_b_proj into its attention when weights come, and would leave its adapter out"
     if shape.latent is None:
         reason = "vLLM puts experts into kernels of its own once it holds adapters, which could not be run here"
-    if lora.sync == "adapter" and (shape.latent or shape.num_experts) and cfg.needs.rollouts:
+    if lora.sync == "adapter" and (shape.latent or shape.num_experts) and cfg.has_engine:
         faults.append(Fault("model.lora.sync", "adapter", reason, "set model.lora.sync=merged"))
     adapters = adapters_of(lora, shape)
     if not faults and adapters is not None and not adapters.targets:

@@ -125,7 +125,7 @@ def _with_parts(term: Term, parts: dict[str, Reward]) -> Term:
 
 def reward_functions(cfg: RunConfig) -> list[Fault]:
     """Every reward is a known name, or a file that defines it; modules are imported later, by rewards."""
-    if not cfg.needs.rewards:
+    if not cfg.has_rewards:
         return []
     plan, faults = plan_rewards(cfg.reward)
     if plan is None:
@@ -149,13 +149,13 @@ def reward_functions(cfg: RunConfig) -> list[Fault]:
 
 def failed_score(cfg: RunConfig) -> list[Fault]:
     """The score of a failed sample is small enough to be trained on."""
-    score = cfg.reward.failed_score if cfg.needs.rewards else 0.0
+    score = cfg.reward.failed_score if cfg.has_rewards else 0.0
     return _number_faults({"reward.failed_score": score})
 
 
 def judge_range(cfg: RunConfig) -> list[Fault]:
     """The judge's numbers are small enough to be trained on."""
-    if not cfg.needs.rewards:
+    if not cfg.has_rewards:
         return []
     judge = cfg.reward.judge
     return _number_faults({"reward.judge.lowest": judge.lowest, "reward.judge.highest": judge.highest})
@@ -170,7 +170,7 @@ def _number_faults(numbers: Mapping[str, float]) -> list[Fault]:
 def reward_numbers(cfg: RunConfig) -> list[Fault]:
     """Numbers in a composition of rewards are finite, and small enough to be trained on."""
     reward = cfg.reward
-    plan = plan_rewards(reward)[0] if cfg.needs.rewards else None
+    plan = plan_rewards(reward)[0] if cfg.has_rewards else None
     if plan is None:
         return []
     terms = {"reward.function": (reward.function, plan.default)}
@@ -191,20 +191,20 @@ def _number_fault(number: float) -> str | None:
 
 def reward_model(cfg: RunConfig) -> list[Fault]:
     """The reward model has what it needs if a reward names it, and is not set if none does."""
-    plan = plan_rewards(cfg.reward)[0] if cfg.needs.rewards else None
+    plan = plan_rewards(cfg.reward)[0] if cfg.has_rewards else None
     return [] if plan is None else _model_faults(cfg.reward.model, plan.uses("model"))
 
 
 def judge(cfg: RunConfig, models: ModelShapes) -> list[Fault]:
     """The judge has what it needs if a reward names it, and is not set if none does."""
-    plan = plan_rewards(cfg.reward)[0] if cfg.needs.rewards else None
+    plan = plan_rewards(cfg.reward)[0] if cfg.has_rewards else None
     return [] if plan is None else _judge_faults(cfg.reward.judge, plan.uses("judge"), models)
 
 
 def unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, why) of settings in this section that nothing in the run reads."""
     reward = cfg.reward
-    if not cfg.needs.rewards:
+    if not cfg.has_rewards:
         yield from (
             (f"reward.{name}", f"algorithm.name {cfg.algorithm.name} has no rewards")
             for name in ("function", "kwargs", "parts", "by_source")

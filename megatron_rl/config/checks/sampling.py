@@ -27,8 +27,8 @@ def top_k(cfg: RunConfig) -> list[Fault]:
 
 def validation_samples(cfg: RunConfig) -> list[Fault]:
     """Several validation samples of a prompt can differ."""
-    val = cfg.rollout.val
-    if not cfg.needs.rollouts or not cfg.data.val_files or val.n == 1 or val.temperature > 0:
+    val, data = cfg.rollout.val, cfg.data
+    if not (data.val_files if cfg.needs.rollouts else cfg.samples_prompts) or val.n == 1 or val.temperature > 0:
         return []
     reason = f"{val.n} samples of each prompt would all be the same: rollout.val.temperature 0 is greedy"
     cure = "set rollout.val.temperature=1.0 (or another above 0), or rollout.val.n=1"

@@ -37,7 +37,7 @@ def max_time(cfg: RunConfig) -> list[Fault]:
 
 def validation(cfg: RunConfig) -> list[Fault]:
     """Validation that was asked for has data."""
-    if cfg.trainer.test_freq <= 0 or cfg.data.val_files:
+    if cfg.trainer.test_freq <= 0 or cfg.validates:
         return []
     reason = "asks for validation, and data.val_files is empty"
     return [Fault("trainer.test_freq", cfg.trainer.test_freq, reason, "give data.val_files, or set test_freq=0")]

@@ -101,6 +101,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(schedule.warmup_ends),
     Check(data_paths.train_files, ("train",)),
     Check(data_paths.val_files, ("train", "eval")),
+    Check(data_paths.val_prompt_files, ("train", "eval")),
     Check(data_paths.eval_files, ("eval",)),
     Check(reward.reward_functions, ("train", "eval")),
     Check(reward.failed_score, ("train", "eval")),

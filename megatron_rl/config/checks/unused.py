@@ -37,6 +37,14 @@ _OF_ROLLOUTS = (
     "data.metadata_key",
 )
 
+_OF_ENGINE = (
+    "actor.param_offload",
+    "actor.grad_offload",
+    "actor.optimizer_offload",
+    "data.label_key",
+    "data.metadata_key",
+)
+"""Those that an engine for validation alone reads."""
 _CHOICES = ("actor.loss.", "algorithm.adv_estimator.")
 _KL_IN_REWARD = ("kl_penalty", "kl_ctrl.type", "kl_ctrl.kl_coef", "kl_ctrl.target_kl", "kl_ctrl.horizon")
 _OF_CRITIC = ("trainer.critic_warmup",)
@@ -56,6 +64,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         chosen = [key.name for key, _ in settings_of(cfg) if key.name.startswith(_CHOICES)]
         why = f"algorithm.name {cfg.algorithm.name} does not read it"
         own = ("data.label_key",) if cfg.needs.preferences and cfg.judged_loss.rows != "pairs" else ()
+        own += _OF_ENGINE if cfg.samples_prompts else ()
         yield from ((key, why) for key in (*_OF_ROLLOUTS, *chosen) if key not in own)
     yield from _unread_of_preferences(cfg)
     if not cfg.actor.use_kl_loss:

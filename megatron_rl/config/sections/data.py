@@ -35,6 +35,9 @@ class DataConfig:
     weight over their sum. Empty: every row once per epoch."""
     val_files: FileList = Field(default_factory=list)
     """Files of the validation set, of the same kinds; no validation if empty."""
+    val_prompt_files: FileList = Field(default_factory=list)
+    """Files of prompts with a ground truth, which SFT samples at each validation and scores: with the engine
+    and the reward of the sections rollout and reward. No engine if empty."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of chat messages, or a string. In all column names, dots address
     nested fields (extra_info.question)."""

@@ -140,7 +140,7 @@ def table_of(model: str) -> ModelTable:
 
 def settings_of(config: RunConfig) -> tuple[str, dict[str, Any]]:
     """(model, values of KEYS) of a run config. Raises ConfigError if the run has no engine."""
-    if not config.needs.rollouts:
+    if not config.has_engine:
         cure = "give a config whose run generates, or --model with train. and rollout. keys"
         raise ConfigError([Fault("algorithm.name", config.algorithm.name, "has no engine to send weights to", cure)])
     actor = config.actor

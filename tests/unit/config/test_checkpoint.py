@@ -132,3 +132,16 @@ def test_a_best_checkpoint_without_checkpoints_is_refused(tmp_path: Path) -> Non
     fault = only_fault(tmp_path, val, "checkpoint.keep_best=val/accuracy", "checkpoint.freq=0")
     assert "no checkpoint is written" in fault.reason
     assert only_fault(tmp_path, "checkpoint.best_mode=max").key == "checkpoint.best_mode"
+
+
+def test_sft_with_prompts_has_an_engine_and_their_metrics(tmp_path: Path) -> None:
+    prompts = f"data.val_prompt_files={write(tmp_path / 'val.jsonl', '')}"
+    more = ["reward.function=exact_match", "rollout.val.n=4", "rollout.val.temperature=1.0"]
+    cfg = load(tmp_path, *SFT, prompts, *more, "checkpoint.keep_best=val/pass@4/math", "trainer.test_freq=5")
+    assert cfg.has_engine and cfg.has_rewards and not cfg.needs.rollouts
+    assert not load(tmp_path, *SFT).has_engine
+    assert only_fault(tmp_path, *SFT, prompts, "rollout.val.n=2", more[0]).key == "rollout.val.n"
+    assert only_fault(tmp_path, *SFT, prompts, *more, "reward.function=exact_mach").key == "reward.function"
+    assert only_fault(tmp_path, *SFT, prompts, *more, "checkpoint.keep_best=val/loss").key == "checkpoint.keep_best"
+    fault = only_fault(tmp_path, prompts)
+    assert fault.key == "data.val_prompt_files" and fault.cure == "put them into data.val_files"
