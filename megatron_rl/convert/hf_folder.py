@@ -20,7 +20,7 @@ from megatron_rl.models.layouts import Block
 from megatron_rl.models.stacks import by_stack, stacked_shapes
 from megatron_rl.observe.progress import Advance
 from megatron_rl.weights.marked_files import naming, write_file
-from megatron_rl.weights.safetensors import INDEX_NAME
+from megatron_rl.weights.safetensors import INDEX_NAME, largest
 from megatron_rl.weights.shard_files import ShardFile, TensorEntry, cut_to_size, index_of, shard_names
 
 _PIECE_BYTES = 64 << 20
@@ -72,7 +72,7 @@ def write_hf(conversion: Conversion, plan: HfPlan, staging: Staging, advance: Ad
         path = staging.partial(name)
         with naming(path, "written"), closing(ShardFile(path, entries)) as file:
             for entry, piece in pieces(conversion, file.entries):
-                if not finite(piece):
+                if not bool(largest(piece).isfinite()):
                     bad.add(entry.name)
                 file.append(entry, piece)
                 advance(piece.numel() * piece.element_size())
@@ -102,13 +102,6 @@ def _blocks(conversion: Conversion, entries: Iterable[TensorEntry]) -> Iterator[
             # An expert is turned round, so that all of it is read.
             most = shape[0] if name != entry.name else _PIECE_BYTES // row_bytes
             yield from ((entry, block) for block in row_pieces(shape, name, most))
-
-
-def finite(piece: torch.Tensor) -> bool:
-    """Whether all numbers are. No copy is made."""
-    if not piece.numel():
-        return True
-    return bool(torch.linalg.vector_norm(piece, ord=float("inf")).isfinite())
 
 
 def refuse_bad(conversion: Conversion, staging: Staging) -> None:

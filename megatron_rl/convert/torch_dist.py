@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.convert.hf_folder import finite, refuse_bad, write_companions
+from megatron_rl.convert.hf_folder import refuse_bad, write_companions
 from megatron_rl.convert.megatron_keys import DistKey, extra_states, key_of, layers_alike, refuse_form, whole_params
 from megatron_rl.convert.places import PlacedSource, Unit, places_of, units_of
 from megatron_rl.convert.source import Conversion, precisions
@@ -30,6 +30,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.progress import Advance
 from megatron_rl.weights.dcp import METADATA, Chunk, SavedTensors, WrittenChunk, metadata_of, write_chunks
 from megatron_rl.weights.marked_files import MarkedFile, naming, write_file
+from megatron_rl.weights.safetensors import largest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -298,7 +299,7 @@ def _filled(
         at = 0
         for block in chunk.blocks:
             piece = rows[at : at + block.num_rows].copy_(conversion.weights.read(block))
-            if not finite(piece):
+            if not bool(largest(piece).isfinite()):
                 bad[block.hf_name] = None
             at += block.num_rows
         yield Chunk(chunk.name, chunk.offsets, values)

@@ -23,7 +23,7 @@ from megatron_rl.parallel.groups import dp_cp_group, expert_dp_group, expert_gro
 from megatron_rl.parallel.topology import is_last_chunk
 from megatron_rl.reshard.views import flat_rows
 from megatron_rl.weights.heads import value_head_params, value_head_shapes
-from megatron_rl.weights.safetensors import WeightSource, refuse_nonfinite
+from megatron_rl.weights.safetensors import WeightSource, largest, refuse_nonfinite
 
 Part = Literal["weights", "adapters"]
 """What of a model: its own weights, or the adapters beside them."""
@@ -184,13 +184,6 @@ def _refuse_faults(reader: _Reader | None) -> None:
     texts = sorted({fault for of_rank in faults for fault in of_rank})
     if texts:
         raise CheckpointError(" | ".join(texts))
-
-
-def largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value as a float32 scalar; NaN where any number is. No copy of the tensor is made."""
-    if not tensor.numel():
-        return torch.zeros((), device=tensor.device)
-    return torch.linalg.vector_norm(tensor.detach(), ord=float("inf")).float()
 
 
 def _refuse_bad(reader: _Reader | None) -> None:

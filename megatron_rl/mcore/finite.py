@@ -14,13 +14,14 @@ import torch
 
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.mcore.build import Model
-from megatron_rl.mcore.convert import largest, own_params
+from megatron_rl.mcore.convert import own_params
 from megatron_rl.mcore.packing import MicroBatch
 from megatron_rl.messages import first_of
 from megatron_rl.parallel.collectives import gathered
 from megatron_rl.parallel.groups import dp_rank
 from megatron_rl.reshard.views import flat_rows
 from megatron_rl.types import BadMicroBatch
+from megatron_rl.weights.safetensors import largest
 
 _SHOWN = 10
 
