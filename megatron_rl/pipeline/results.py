@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -63,6 +65,24 @@ def table(metrics: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         for data, values in of_model.items():
             lines.append([model, data, *(f"{values[name]:.4g}" if name in values else "" for name in names)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def wide_table(metrics: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> str:
+    """CSV of stage -> model -> data set -> metrics: a row a stage and model, a column a data set and metric."""
+    rows = [(stage, model, of_model) for stage, models in metrics.items() for model, of_model in models.items()]
+    columns = dict.fromkeys(
+        (data, name)
+        for *_, of_model in rows
+        for data, values in of_model.items()
+        for name in values
+        if name.startswith("val/")
+    )
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["stage", "model", *(f"{data} {name.removeprefix('val/')}" for data, name in columns)])
+    for stage, model, of_model in rows:
+        writer.writerow([stage, model, *(of_model.get(data, {}).get(name, "") for data, name in columns)])
+    return file.getvalue()
 
 
 def write_whole(file: Path, content: str) -> None:

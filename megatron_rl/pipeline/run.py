@@ -29,10 +29,10 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError, Fault
 from megatron_rl.observe.run_status import DONE, STATUS_FILE
 from megatron_rl.pipeline.check import StageRun, resolve_runs, verb_of
-from megatron_rl.pipeline.results import table, write_rows, write_whole
+from megatron_rl.pipeline.results import table, wide_table, write_rows, write_whole
 from megatron_rl.pipeline.spec import ARTEFACTS, MODEL, ROWS, Pipeline, Stage
 
-STATE_FILE, LOCK_FILE = "pipeline.json", ".pipeline.lock"
+STATE_FILE, LOCK_FILE, TABLE_FILE = "pipeline.json", ".pipeline.lock", "evaluations.csv"
 WHOLE_BYTES = 64 << 20
 """A file up to this size is known by its content, a larger one by its size and time of change."""
 _PR_SET_PDEATHSIG = 1
@@ -84,6 +84,8 @@ def run_pipeline(pipeline: Pipeline, say: Callable[[str], None], call: VerbCall 
                 return code
             state[stage.name]["done"] = True
             write_whole(file, json.dumps(state, indent=2) + "\n")
+            _write_evaluations(pipeline, state)
+        _write_evaluations(pipeline, state)
     return 0
 
 
@@ -180,6 +182,14 @@ def _run_stage(
     write_whole(folder / "table.md", table(metrics))
     say(f"{folder / 'table.md'}:\n{table(metrics)}")
     return 0
+
+
+def _write_evaluations(pipeline: Pipeline, state: Mapping[str, StageState]) -> None:
+    """One table of all evaluations that are done, beside the stages' folders."""
+    done = [one.name for one in pipeline.stages if one.kind == "eval" and one.name in state and state[one.name]["done"]]
+    tables = {name: json.loads((pipeline.folder / name / "table.json").read_text(encoding="utf-8")) for name in done}
+    if tables:
+        write_whole(pipeline.folder / TABLE_FILE, wide_table(tables))
 
 
 def _is_over(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import DataError
-from megatron_rl.pipeline.results import KeptAnswer, picked, table, write_rows
+from megatron_rl.pipeline.results import KeptAnswer, picked, table, wide_table, write_rows
 
 
 def answer(row: int, response: str, reward: float, finish: str = "stop", failed: str | None = None) -> KeptAnswer:
@@ -56,6 +56,16 @@ def test_rows_are_counted_and_none_at_all_is_refused(tmp_path: Path) -> None:
     assert first == {"prompt": "p0", "response": "a", "data_source": "s", "reward": 1.0}
     with pytest.raises(DataError, match=r"0 rows of 7 samples of 3 prompts: no sample is whole and has .* 5 or more"):
         write_rows(answers, rows, "right", 5.0)
+
+
+def test_the_table_of_all_evaluations_has_a_column_a_data_set_and_metric() -> None:
+    one = {"val/accuracy": 0.5, "val/accuracy/source": 0.25, "time/validate": 3.0}
+    text = wide_table({"early": {"sft": {"x": one, "y": {"val/loss": 1.0}}}, "late": {"grpo": {"x": one}}})
+    assert text.splitlines() == [
+        "stage,model,x accuracy,x accuracy/source,y loss",
+        "early,sft,0.5,0.25,1.0",
+        "late,grpo,0.5,0.25,",
+    ]
 
 
 def test_the_table_has_a_row_a_model_and_data_set() -> None:

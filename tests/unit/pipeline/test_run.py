@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.pipeline.check import load_pipeline
-from megatron_rl.pipeline.run import STATE_FILE, run_pipeline
+from megatron_rl.pipeline.run import STATE_FILE, TABLE_FILE, run_pipeline
 from megatron_rl.pipeline.spec import Stage
 from tests.helpers.config import make_model, write, write_headers
 
@@ -82,7 +82,10 @@ def runs(tmp_path: Path) -> Runs:
 def test_what_is_done_is_not_run_again(runs: Runs) -> None:
     assert runs.start() == 0 and runs.called == ALL
     assert "| again | val | 0.5 |" in (runs.folder / "runs/table/table.md").read_text()
-    assert runs.start() == 0 and runs.called == []
+    rows = (runs.folder / "runs" / TABLE_FILE).read_text().splitlines()
+    assert rows == ["stage,model,val accuracy", "table,sft,0.5", "table,again,0.5"]
+    (runs.folder / "runs" / TABLE_FILE).unlink()
+    assert runs.start() == 0 and runs.called == [] and (runs.folder / "runs" / TABLE_FILE).exists()
     assert runs.said == [f"stage {i} of 4, {n}: is done" for i, n in enumerate(("sft", "pick", "again", "table"), 1)]
 
 
