@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.preferences.make_pairs import pairs_of
 from tests.helpers.config import make_model
 from tests.helpers.data import chat_folder
 from tests.helpers.readme import commands_of, filled
@@ -36,7 +37,9 @@ PLACES = {
     "RAW_TEST.parquet": "raw/test.parquet",
 }
 # No answer of a model that has seen ten batches is right: what its samples differ in makes the pairs.
-PAIRS = ["data.val_files=runs/quickstart/data/val.parquet", "reward.function=raw/reward.py:last_token"]
+PAIRS = [
+    "data.val_files=runs/quickstart/data/val.parquet", "reward.function=raw/reward.py:last_token", "rollout.val.n=4"
+]  # fmt: skip
 ROWS = ["--num-train", "600", "--num-val", "8"]
 SHORT = ["trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
 NO_WARMUP = ["critic.optim.lr_warmup_steps=0"]
@@ -90,10 +93,10 @@ def shortened(words: list[str]) -> list[str]:
         return words + fewer.get(Path(words[1]).parent.name, [])
     stem, chat = Path(words[2]).stem, f"model.path={PLACES['MODEL']}" in words
     more = SMALL if chat else SHORTER.get(stem, [])
-    with_vllm = words[1] == "train" and stem in WITH_VLLM and "reward.function=model" not in words
+    with_vllm = words[1] == "train" and stem in WITH_VLLM and not any("=model" in word for word in words)
     if not with_vllm and stem.startswith(("grpo-", "ppo-")):
         more = [*(one for one in more if not one.startswith("rollout.max_num")), "rollout.name=hf"]
-    if "runs/preferences/answers" in words:
+    if any(word.startswith("runs/preferences/answers") for word in words):
         return [*words, "cluster.backend=inline", "rollout.name=hf", *PAIRS]
     if words[1] == "eval":
         return [*words, "cluster.backend=inline", "rollout.name=hf"]
@@ -135,15 +138,10 @@ def save_chat_model(folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like a checkout in which all commands of all READMEs ran."""
-    folder = tmp_path_factory.mktemp("examples")
+def run_all(folder: Path, todo: list[list[str]], timeout_s: float) -> None:
+    """Run commands in a folder like a checkout, which gets links to configs and examples."""
     for name in ("configs", "examples"):
         (folder / name).symlink_to(REPO / name)
-    write_raw_gsm8k(folder / "raw")
-    save_chat_model(folder / "models" / "chat")
-    todo = [shortened(filled(words, PLACES)) for example in EXAMPLES for words in commands(example)]
     gym = [] if importlib.util.find_spec("reasoning_gym") else [str(REPO / "tests" / "e2e" / "stand_in")]
     path = os.pathsep.join([str(REPO), *gym, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     done = subprocess.run(
@@ -154,12 +152,21 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=timeout_s,
     )
     print(done.stdout)
     _, _, codes = done.stdout.rpartition("codes ")
     failed = [" ".join(words) for words, code in zip(todo, json.loads(codes), strict=True) if code != 0]
     assert not failed, "\n".join(failed)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like a checkout in which all commands of all READMEs ran."""
+    folder = tmp_path_factory.mktemp("examples")
+    write_raw_gsm8k(folder / "raw")
+    save_chat_model(folder / "models" / "chat")
+    run_all(folder, [shortened(filled(words, PLACES)) for example in EXAMPLES for words in commands(example)], 600)
     return folder
 
 
@@ -184,6 +191,19 @@ def test_commands_are_read_as_a_shell_reads_them() -> None:
     assert commands == [["python", "make.py", "x", "--args", '{"a": 1}'], ["megatron-rl", "train", "A.yaml", "b=x/c"]]
     with pytest.raises(ValueError, match="start with torchrun, which is none of bash"):
         commands_of("    torchrun train.py")
+
+
+def test_edits_are_other_numbers_that_fit() -> None:
+    samples = [
+        {"prompt": "1+2=", "response": text, "reward": float(text == "3"), "finish_reason": "stop", "failed": None}
+        for text in ("3", "4", "3", "5")
+    ]
+    pairs = pairs_of([{**one, "data_source": "add2"} for one in samples], per_prompt=1, edits=200)
+    assert [pair["data_source"] for pair in pairs] == ["add2"] + ["edits"] * 200
+    assert {pair["chosen"] for pair in pairs} == {"3"} and pairs[0]["rejected"] in ("4", "5")
+    edits = {pair["rejected"] for pair in pairs[1:]}
+    assert "3" not in edits and all(re.fullmatch("[0-9]{1,7}", one) for one in edits)
+    assert {len(one) for one in edits} == set(range(1, 8))
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -222,3 +242,25 @@ def test_what_a_readme_runs_trains_validates_and_saves(checkout: Path, example: 
     assert all("val/num_samples" in one for one in rows)
     assert (row.get("critic/updates", 0) > 0) == (name == "ppo")
     assert ("reward/facts" in row) == (example == "customer_service")
+
+
+@needs_cpu_engine
+@pytest.mark.slow
+def test_the_reward_model_ranks_held_out_pairs_right_and_grpo_learns_from_it(tmp_path: Path) -> None:
+    """The README's commands as they stand: about twenty minutes on two cores."""
+    words_of = {"quickstart": ("make_data", "sft-"), "preferences": ("answers16", "rm_data", "rm-", "grpo-rm")}
+    todo = [
+        [*words, *(["cluster.backend=inline"] if words[0] == "megatron-rl" else [])]
+        for example, names in words_of.items()
+        for words in commands(example)
+        if any(name in " ".join(words) for name in names)
+    ]
+    before = ["runs/quickstart/sft/final", "--out", "runs/preferences/eval-sft", "cluster.backend=inline"]
+    todo.append(["megatron-rl", "eval", "configs/grpo-add2-1n1g.yaml", f"model.path={before[0]}", *before[1:]])
+    run_all(tmp_path, todo, 3600)
+    runs = tmp_path / "runs" / "preferences"
+    assert [row["val/accuracy"] for row in rows_of(runs / "rm") if "val/accuracy" in row][-1] >= 0.9
+    sft, grpo = (
+        json.loads((runs / name / "metrics.json").read_text())["val/accuracy"] for name in ("eval-sft", "eval-grpo-rm")
+    )
+    assert grpo > sft

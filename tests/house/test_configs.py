@@ -56,8 +56,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file = folder / f"runs/{example}/data/{name}.parquet"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
-    for name in ("pairs_train", "pairs_val"):
-        file = folder / f"runs/preferences/data/{name}.jsonl"
+    for name in ("data/pairs_train", "data/pairs_val", "rm_data/pairs_train", "rm_data/pairs_val"):
+        file = folder / f"runs/preferences/{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     return folder
