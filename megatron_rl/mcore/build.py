@@ -110,6 +110,13 @@ class Model:
             cast(DistributedDataParallel, chunk).param_to_bucket_group[weight].finish_param_sync()
         return weight
 
+    def head_grad_sum(self) -> torch.Tensor | None:
+        """[v / tp, h] float32: where gradients of the output matrix add up; None if it does not train."""
+        last, chunk = self.last_chunk, self.chunks[-1]
+        assert last is not None
+        trains = isinstance(chunk, DistributedDataParallel) and last.head_weight().requires_grad
+        return cast(Any, last.head_weight()).main_grad if trains else None
+
     def complete_params(self) -> None:
         """Make every parameter whole on this rank, where the last update left that to the next forward pass
         (overlap_param_gather): before anything but a forward pass reads or moves them. A collective over

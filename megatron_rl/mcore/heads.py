@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megatron_rl.mcore.build import Model
-from megatron_rl.mcore.logprobs import linear_logprobs
+from megatron_rl.mcore.logprobs import HeadMemory, linear_logprobs
 from megatron_rl.mcore.packing import MicroBatch
 
 Reader = Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]]
@@ -42,7 +42,21 @@ def head_logprobs(
     1, h] hidden states.
     """
     rows = predicting_rows(model, hidden, micro, partial_grads=True)
-    return linear_logprobs(rows, model.head_weight(), micro.targets, temperature, model.vocab_shard())
+    memory = HeadMemory(_logits_bytes(model), model.head_grad_sum()) if rows.requires_grad else HeadMemory()
+    return linear_logprobs(rows, model.head_weight(), micro.targets, temperature, model.vocab_shard(), memory)
+
+
+def _logits_bytes(model: Model) -> int:
+    """How much of its logits the head may keep for the backward pass on this rank."""
+    limit = model.parallel.keep_logits_gib
+    if limit is not None:
+        return int(limit * 2**30)
+    if model.device.type != "cuda":
+        return 0
+    # What the driver has, and what torch has and does not use. The layers' activations are there by now; the other half
+    # is for what the backward pass makes on its way.
+    unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return (torch.cuda.mem_get_info(model.device)[0] + unused) // 2
 
 
 def head_values(model: Model, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:

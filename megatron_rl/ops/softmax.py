@@ -4,7 +4,8 @@ On CUDA each function is one Triton kernel (softmax_triton.py), so that logits a
 matrix product wrote them in. Elsewhere it is the torch code below, which is also what the kernels are tested against.
 
 Shapes: logits [n, v] in any float type, of which the first `valid` columns count (the rest pad the vocabulary);
-x = logits / temperature in float32. Both functions overwrite logits: they are of no use afterwards.
+x = logits / temperature in float32. Both functions overwrite logits, which are of no use afterwards, if row_stats is
+not told to keep them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ class RowStats:
         return (scale * self.total).sum(dim=1), (scale * (self.weighted + self.total * shift)).sum(dim=1)
 
 
-def row_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, temperature: float) -> RowStats:
-    """Statistics of each row. columns: [n] int64, the target's column, -1 where it is not among these."""
+def row_stats(
+    logits: torch.Tensor, columns: torch.Tensor, valid: int, temperature: float, *, keep: bool = False
+) -> RowStats:
+    """Statistics of each row. columns: [n] int64, the target's column, -1 where it is not among these. keep: logits
+    stay as they are.
+    """
     if valid == 0:
         nothing = logits.new_zeros(logits.shape[0], 1, dtype=torch.float32)
         return RowStats(torch.full_like(nothing, LOWEST), nothing, nothing, nothing[:, 0])
@@ -53,7 +58,7 @@ def row_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, temperatu
         from megatron_rl.ops import softmax_triton
 
         return RowStats(*softmax_triton.row_stats(logits, columns, valid, temperature))
-    x = _scaled(logits, valid, temperature)
+    x = _scaled(logits.clone() if keep else logits, valid, temperature)
     found = x.gather(1, columns.clamp(min=0)[:, None]).squeeze(1)
     peak = x.amax(dim=1, keepdim=True)
     shifted = x.sub_(peak)

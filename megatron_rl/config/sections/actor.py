@@ -96,6 +96,9 @@ class ParallelConfig:
     """Parameters per bucket; if unset, the larger of 40 million and 1 million per data-parallel rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: none, attention only (selective), or each layer (full)."""
+    keep_logits_gib: NonNegativeFloat | None = None
+    """Memory for logits that the forward pass keeps for the backward pass, which computes the rest again; if unset,
+    half of what is free on the GPU as they are computed, and 0 on a CPU."""
     packing: bool = True
     """Pack the sequences of a micro-batch end to end; false pads each to the longest one, for comparison."""
 

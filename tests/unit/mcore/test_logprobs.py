@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.mcore import logprobs
-from megatron_rl.mcore.logprobs import VocabShard, linear_logprobs
+from megatron_rl.mcore.logprobs import HeadMemory, VocabShard, linear_logprobs
 from megatron_rl.ops.softmax import LOWEST, logit_grads_, row_stats
 
 TOKENS, HIDDEN, VOCAB = 300, 24, 1000
@@ -57,6 +57,48 @@ def test_an_entropy_that_no_loss_uses_changes_no_gradient() -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, both, strict=True))
     only = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 1.0, shard)[1].sum(), hidden)[0]
     assert torch.isfinite(only).all() and only.any()
+
+
+@pytest.mark.parametrize("rows", [0, 130, TOKENS])
+def test_kept_logits_change_no_gradient(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """None, whole tiles of what memory allows, or all are kept; a second backward pass does not read what the first
+    wrote over them.
+    """
+    row_bytes = (VOCAB + PAD) * 4
+    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 50 * row_bytes)
+    hidden, weight, targets = _inputs(torch.float32)
+    shard, products = VocabShard(0, VOCAB, None), []
+    plain = linear_logprobs(hidden, weight, targets, 0.7, shard)
+    real = torch.mm
+
+    def counted(left: torch.Tensor, right: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        if right.shape[1] == VOCAB + PAD:
+            products.append(left.shape[0])
+        return real(left, right, **out)
+
+    kept = linear_logprobs(hidden, weight, targets, 0.7, shard, HeadMemory(rows * row_bytes))
+    assert all(torch.allclose(ours, other, atol=1e-6) for ours, other in zip(kept, plain, strict=True))
+    probes = torch.linspace(-1, 1, TOKENS), torch.linspace(2, -1, TOKENS)
+    wanted = torch.autograd.grad((plain[0] * probes[0] + plain[1] * probes[1]).sum(), (hidden, weight))
+    monkeypatch.setattr(torch, "mm", counted)
+    for again in (TOKENS - (rows if rows == TOKENS else rows // 128 * 128), TOKENS):
+        products.clear()
+        loss = (kept[0] * probes[0] + kept[1] * probes[1]).sum()
+        found = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        assert sum(products) == again
+        for ours, other in zip(found, wanted, strict=True):
+            assert (ours - other).norm() / other.norm() < 1e-6
+
+
+def test_the_gradient_of_the_weight_can_go_to_a_sum() -> None:
+    """It is added to what is there, and what autograd gets is zeros."""
+    hidden, weight, targets = _inputs(torch.float32)
+    shard, total = VocabShard(0, VOCAB, None), torch.ones(VOCAB + PAD, HIDDEN)
+    wanted = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 1.0, shard)[0].sum(), (hidden, weight))
+    logprob, _, _ = linear_logprobs(hidden, weight, targets, 1.0, shard, HeadMemory(grad_sum=total))
+    found = torch.autograd.grad(logprob.sum(), (hidden, weight))
+    assert torch.equal(found[0], wanted[0]) and not found[1].any()
+    assert torch.allclose(total - 1.0, wanted[1], atol=1e-5)
 
 
 def test_no_tokens_are_no_error() -> None:
