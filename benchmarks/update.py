@@ -5,8 +5,9 @@
     python -m benchmarks.update --device cuda --only grpo --profile
 
 grpo: Qwen2 0.5B's shape, 512 sequences of 128 + 512 tokens, the responses trained on. sft: Qwen3 0.6B's shape, packed
-sequences of the length named, all tokens trained on. bfloat16, random weights, no recomputation, AdamW with float32
-masters. A step is forward, backward and the optimizer; the median of --repeats after two that warm up.
+sequences of the length named, all tokens trained on. 7b: Qwen2.5 7B's shape with 12 of its 28 layers, whose weights,
+gradients and optimizer state (18 bytes a parameter) fit one GPU. bfloat16, random weights, no recomputation, AdamW
+with float32 masters. A step is forward, backward and the optimizer; the median of --repeats after two that warm up.
 
 MFU: what megatron_rl/models/flops.py counts, over the dense bfloat16 peak of the device.
 """
@@ -14,6 +15,7 @@ MFU: what megatron_rl/models/flops.py counts, over the dense bfloat16 peak of th
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import time
@@ -27,11 +29,16 @@ from megatron_rl.config.sections.actor import ActorConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.flops import peak_of, training_flops
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.ops.flash import FlashChoice
 from megatron_rl.types import TrainBatch
 
 _QWEN2 = {
     "architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "max_position_embeddings": 32768, "initializer_range": 0.02, "head_dim": 64,
+}  # fmt: skip
+_QWEN2_7B = _QWEN2 | {
+    "tie_word_embeddings": False, "head_dim": 128, "num_layers": 28, "hidden_size": 3584, "num_heads": 28,
+    "num_kv_heads": 4, "ffn_size": 18944, "vocab_size": 152064,
 }  # fmt: skip
 _QWEN3 = _QWEN2 | {
     "architecture": "Qwen3ForCausalLM", "head_dim": 128, "num_layers": 28, "hidden_size": 1024, "num_heads": 16,
@@ -56,6 +63,7 @@ CASES = {
         "grpo": Case(_QWEN2 | SHAPES["cuda"], 512, 128, 640, 32768),
         "sft-8k": Case(_QWEN3, 8, 1, 8192, 32768),
         "sft-16k": Case(_QWEN3, 4, 1, 16384, 32768),
+        "7b": Case(_QWEN2_7B | {"num_layers": 12}, 16, 512, 2048, 16384),
     },
 }
 
@@ -74,18 +82,28 @@ def batches(case: Case, vocab: int) -> list[TrainBatch]:
     return found
 
 
-def measure(name: str, case: Case, device: str, repeats: int, profiled: bool) -> None:
+@torch.no_grad()
+def fill(chunk: torch.nn.Module, std: float) -> None:
+    """Random matrices, norms of 1, biases of 0: drawn where they are, which is quicker than a source of weights."""
+    torch.manual_seed(1)
+    for name, param in chunk.named_parameters():
+        if param.dim() > 1:
+            param.normal_(0.0, std)
+        else:
+            param.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def measure(name: str, case: Case, device: str, repeats: int, profiled: bool, flash: FlashChoice) -> None:
     """One row of the table; with `profiled`, what the GPU's time went to."""
     from megatron_rl.algos.token_losses import nll_loss
-    from megatron_rl.mcore import build, convert
+    from megatron_rl.mcore import build
     from megatron_rl.mcore.objectives import token_objective
     from megatron_rl.mcore.step import optimizer_step
-    from megatron_rl.weights.safetensors import RandomSource
 
     shape = ModelShape(**case.shape)  # type: ignore[arg-type]
-    actor = ActorConfig()
+    actor = ActorConfig(flash_attention=flash)
     model = build.build_model(shape, actor, "bfloat16" if device == "cuda" else "float32", torch.device(device))
-    convert.load_hf(model, lambda: RandomSource(1, shape.initializer_range))
+    fill(model.chunks[0], shape.initializer_range)
     trainable = build.make_trainable(model, actor.optim, 100)
     objective = token_objective(model, nll_loss, 1.0)
     micros = batches(case, shape.vocab_size)
@@ -121,6 +139,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="names of cases")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--flash", choices=("torch", "fa4"), default="torch", help="actor.flash_attention")
     args = parser.parse_args()
     from megatron_rl.mcore import cpu
 
@@ -135,7 +154,11 @@ def main() -> None:
     print(f"{'':<10}{'tokens':>10}{'s a step':>9}{'tokens/s':>11}{'MFU':>9}{'memory':>11}{'step 1':>9}{'step 2':>8}")
     for name, case in CASES[args.device].items():
         if not args.only or name in args.only:
-            measure(name, case, args.device, args.repeats, args.profile)
+            measure(name, case, args.device, args.repeats, args.profile, args.flash)
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
     groups.destroy()
 
 

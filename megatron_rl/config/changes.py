@@ -27,7 +27,7 @@ FREE: tuple[str, ...] = (
     *_below("model.lora", "sync", "save"),
     *_below("data", "val_files", "val_prompt_files", "val_batch_size", "num_workers", "cache_dir"),
     *_below("actor", *_LAYOUT, "vpp", "ep", "etp", *_STAGES, "use_distributed_optimizer", "packing"),
-    "actor.keep_logits_gib",
+    *_below("actor", "keep_logits_gib", "flash_attention"),
     *_below("actor", "overlap_grad_reduce", "overlap_param_gather", "overlap_bucket_size"),
     *_below("actor", *_MICRO_BATCHES, *_OFFLOAD),
     *_below("critic", *_LAYOUT, *_MICRO_BATCHES, *_OFFLOAD),

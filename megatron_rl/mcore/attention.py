@@ -6,9 +6,7 @@ sines are computed once a micro-batch (packing.py) and applied to all tokens at 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -19,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.mcore.packing import Packed
 from megatron_rl.mcore.sinks import flash_with_sinks
 from megatron_rl.models.rope import Rotation
+from megatron_rl.ops.flash import Flash, torch_flash
 from megatron_rl.ops.rotary import rotate
 
 
@@ -80,26 +79,17 @@ def varlen_attention(
     scale: float,
     window: int = 0,
     sinks: torch.Tensor | None = None,
+    *,
+    flash: Flash = torch_flash,
 ) -> torch.Tensor:
-    """torch's variable-length flash attention (CUDA, half precision). Arguments as grouped_attention."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """Variable-length flash attention (CUDA, half precision). Arguments as grouped_attention; flash: the kernel."""
     # Flash attention takes values as wide as keys; those of latent attention are narrower.
     width, lacking = value.shape[-1], key.shape[-1] - value.shape[-1]
     value = torch.nn.functional.pad(value, (0, lacking)) if lacking else value
     if sinks is not None:
         return flash_with_sinks(query, key, value, sinks, packed, scale, window)[..., :width]
-    out = varlen_attn(
-        query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-        scale=scale, window_size=(window - 1, 0), **_shared_heads(varlen_attn),
-    )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return out[..., :width]
-
-
-def _shared_heads(attention: Callable[..., object]) -> dict[str, Any]:
-    """What says that query heads share key heads: nothing in torch 2.11, whose kernels take that unasked."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
+    lens = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
+    return flash(query, key, value, *lens, scale, window)[..., :width]
 
 
 class PackedAttention(MegatronModule):
@@ -129,6 +119,7 @@ class PackedAttention(MegatronModule):
             # Each rank has its own heads': all of them count in the gradient's norm.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.rotation = rotation
+        self.flash: Flash = torch_flash
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.window = windows[layer_number - 1] if windows else 0
 
@@ -150,6 +141,15 @@ class PackedAttention(MegatronModule):
         if packed.kv_group is not None:
             # Forward gathers along the tokens, backward adds the gradients up and hands each rank its part.
             key, value = (gather_from_sequence_parallel_region(x, True, packed.kv_group) for x in (key, value))
-        flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and packed.kv_group is None
-        attend = varlen_attention if flash else grouped_attention
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and packed.kv_group is None:
+            attend = partial(varlen_attention, flash=self.flash)
+        else:
+            attend = grouped_attention
         return attend(query, key, value, packed, self.scale, self.window, self.softmax_offset).flatten(1)
+
+
+def use_flash(chunk: torch.nn.Module, flash: Flash) -> None:
+    """Give a model chunk's attention this kernel."""
+    for module in chunk.modules():
+        if isinstance(module, PackedAttention):
+            module.flash = flash

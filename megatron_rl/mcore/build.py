@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.sections.actor import OptimConfig, ParallelConfig
 from megatron_rl.mcore import adam, wgrad
+from megatron_rl.mcore.attention import use_flash
 from megatron_rl.mcore.layers import expert_settings, layer_specs
 from megatron_rl.mcore.logprobs import VocabShard
 from megatron_rl.mcore.mlp import fuse_activations
@@ -26,6 +27,7 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.models.lora import Adapters
 from megatron_rl.models.rules import padded_vocab
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.ops.flash import flash_kernel
 from megatron_rl.parallel.groups import tp_group
 from megatron_rl.parallel.topology import is_last_chunk
 from megatron_rl.weights.dtypes import DTYPES
@@ -254,6 +256,7 @@ def build_model(
                 factor = torch.tensor(shape.hidden_size**0.5, dtype=DTYPES[dtype]).item()
                 chunk.embedding.register_forward_hook(lambda _, __, output, factor=factor: output * factor)
             fuse_activations(chunk)
+            use_flash(chunk, flash_kernel(parallel.flash_attention))
             if chunk.post_process and not lm_head:
                 del chunk.output_layer
             headed = chunk.post_process and value_head

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.logprobs import chunked_logprobs, make_inputs, peak_extra_bytes, torch_logprobs
+from megatron_rl.ops.flash import FlashChoice
 
 pytestmark = pytest.mark.gpu
 VOCAB, PAD = 151_936, 128
@@ -111,11 +112,16 @@ def test_rope_equals_torchs_forward_and_backward(dtype: torch.dtype, rotary_dim:
         _same(ours, torchs)
 
 
+@pytest.mark.parametrize("kernel", ["torch", "fa4"])
 @pytest.mark.parametrize("window", [0, 9])
-def test_flash_attention_shares_key_heads(window: int) -> None:
+def test_flash_attention_shares_key_heads(window: int, kernel: FlashChoice) -> None:
     """Two key heads of six query heads equal these keys written out for each, forward and backward."""
     from megatron_rl.mcore.attention import varlen_attention
     from megatron_rl.mcore.packing import Packed
+    from megatron_rl.ops.flash import flash_kernel
+
+    if kernel == "fa4":
+        pytest.importorskip("flash_attn.cute")
 
     ends = torch.tensor([0, 5, 45, 130], dtype=torch.int32, device="cuda")
     packed = Packed(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=85, max_seqlen_kv=85)
@@ -123,9 +129,10 @@ def test_flash_attention_shares_key_heads(window: int) -> None:
     mixed = torch.randn(130, 10, 64, generator=generator, device="cuda").bfloat16().requires_grad_()
     grad = torch.randn(130, 6, 64, generator=generator, device="cuda").bfloat16()
     found = []
-    for repeat in (1, 3):
-        key, value = (mixed[:, at : at + 2].repeat_interleave(repeat, dim=1) for at in (6, 8))
-        out = varlen_attention(mixed[:, :6], key, value, packed, 0.2, window)
+    views = mixed[:, 6:8], mixed[:, 8:]
+    written_out = tuple(view.repeat_interleave(3, dim=1) for view in views)
+    for (key, value), flash in ((views, flash_kernel(kernel)), (written_out, flash_kernel("torch"))):
+        out = varlen_attention(mixed[:, :6], key, value, packed, 0.2, window, flash=flash)
         found.append((out, *torch.autograd.grad(out, mixed, grad)))
     for ours, written in zip(*found, strict=True):
         assert (ours.float() - written.float()).norm() / written.float().norm() < 1e-2

@@ -96,6 +96,9 @@ class ParallelConfig:
     """Parameters per bucket; if unset, the larger of 40 million and 1 million per data-parallel rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: none, attention only (selective), or each layer (full)."""
+    flash_attention: Literal["torch", "fa4"] = "torch"
+    """Flash attention on a GPU: torch's own, or that of the package flash-attn-4 (fa4), which is faster on long
+    sequences and wants a GPU of compute capability 9 or 10."""
     keep_logits_gib: NonNegativeFloat | None = None
     """Memory for logits that the forward pass keeps for the backward pass, which computes the rest again; if unset,
     half of what is free on the GPU as they are computed, and 0 on a CPU."""
