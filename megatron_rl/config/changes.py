@@ -43,7 +43,7 @@ FREE: tuple[str, ...] = (
     *_below("trainer", "save_freq", "save_hf", "save_shard_gb", "test_freq", "val_before_train"),
     *_below("trainer", "default_local_dir", "project_name"),
     *_below("trainer", "experiment_name", "overwrite", "resume_mode", "resume_changes", "max_time", "max_restarts"),
-    *_below("trainer", "restart_wait_s", "logger", "num_logged_rollouts"),
+    *_below("trainer", "restart_wait_s", "profile.", "logger", "num_logged_rollouts"),
     "checkpoint.",
     "cluster.",
 )

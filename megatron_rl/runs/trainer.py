@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from megatron_rl.trainers.placement import Workers, start_workers
 from megatron_rl.types import FileMark
 from megatron_rl.workers.records import Role, SavedForm
 from megatron_rl.workers.train import TrainWorker
+
+_log = logging.getLogger(__name__)
 
 SEAM = ("rollouts", "greedy")
 """What engines make: the values that stand between `take` and `learn`. Rewards lie behind it, so that scoring overlaps
@@ -110,6 +113,8 @@ class Trainer:
 
     def take(self, step: int) -> StepUnderWay:
         """The next rows of data and what the engines make of them."""
+        if step in self.cfg.trainer.profile.steps:
+            self.parts.models.group.all(TrainWorker.begin_profile, step)
         rows, number = self._sources[0], {"step": step} if "step" in self._sources else {}
         begun = self.flow.begin(**{rows: self.parts.data.next()}, **number)
         busy_s, version = self._busy_seconds(), self.parts.sampler.version
@@ -128,6 +133,8 @@ class Trainer:
         Raises RolloutError if engine and trainer have differed too much for too long.
         """
         end = self.flow.advance(learned.run)
+        if learned.step in self.cfg.trainer.profile.steps:
+            self._end_profile(learned.step)
         busy_s = self._busy_seconds() - learned.busy_s
         metrics, summary = dict[str, float](), StepSummary(0, [])
         for result in self.flow.read(end.values):
@@ -138,8 +145,9 @@ class Trainer:
         if not self.cfg.needs.rollouts:
             seconds = wall_seconds(end.timings)
             metrics |= {"time/step": seconds, "perf/tokens_per_s": summary.num_tokens / seconds}
-            return StepResult(metrics, [])
+            return StepResult(metrics | self._per_gpu(metrics), [])
         metrics |= time_metrics(end.timings, summary.num_tokens, busy_s)
+        metrics |= self._per_gpu(metrics)
         metrics |= self.parts.mismatch.look(learned.step, metrics) | self.parts.kl_control.metrics()
         return StepResult(metrics, summary.samples)
 
@@ -223,6 +231,16 @@ class Trainer:
             workers, self._workers = self._workers, None
             if workers is not None:
                 workers.close()
+
+    def _per_gpu(self, metrics: Metrics) -> Metrics:
+        """The speed as figures of several sizes of cluster are compared; a rank stands for a GPU on a CPU."""
+        return {"perf/tokens_per_s_per_gpu": metrics["perf/tokens_per_s"] / self.cfg.world_size}
+
+    def _end_profile(self, step: int) -> None:
+        """Say where the time of the step went, rank by rank; the ranks have written it to files."""
+        for rank, lines in enumerate(self.parts.models.group.all(TrainWorker.end_profile)):
+            for line in lines:
+                _log.info("profile of step %d, rank %d: %s", step, rank, line)
 
     def _busy_seconds(self) -> float:
         return 0.0 if self._workers is None else self._workers.busy_seconds

@@ -81,12 +81,20 @@ class Sleeper(Protocol):
     def sleep(self) -> None: ...
 
 
+class Marked(Protocol):
+    """What is told in which phase a rank is (workers/profile.py)."""
+
+    def mark(self, phase: str) -> None: ...
+
+
 class RankMemory:
     """The memory that the workers of one process share: trained models by role, and an engine if there is one."""
 
     def __init__(self) -> None:
         self._models: dict[str, Movable] = {}
         self._engine: Sleeper | None = None
+        self.trace: Marked | None = None
+        """what is told of each phase while a step is profiled"""
         self.engine_awake = True
         """False from the first phase that needs its memory until it has been woken by a publish."""
 
@@ -103,6 +111,8 @@ class RankMemory:
         Entering a phase twice moves nothing the second time.
         """
         beat(f"memory for {phase}")
+        if self.trace is not None:
+            self.trace.mark(phase)
         row = PHASES[phase]
         if row.engine == "asleep" and self._engine is not None:
             self._engine.sleep()

@@ -22,6 +22,7 @@ from megatron_rl.types import Column, FileMark
 from megatron_rl.workers.batch import BatchWorker
 from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.phases import PhaseName, RankMemory
+from megatron_rl.workers.profile import StepTrace
 from megatron_rl.workers.records import ModelColumn, Read, Role, SavedForm, Speed, TrainPlan, UpdateResult
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class TrainWorker:
         quiet_libraries()
         self._rank, self._cfg, self._plan = rank, cfg, plan
         self._memory = memory or RankMemory()
+        self._trace: StepTrace | None = None
         if plan.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         cpu.install()
@@ -129,6 +131,17 @@ class TrainWorker:
         if into is not None:
             self.batch.write(into, micros, found)
         return UpdateResult(report, model.memory.take(), speed=speed)
+
+    def begin_profile(self, step: int) -> None:
+        """Trace what this process does from now on, if its rank is one of trainer.profile.ranks."""
+        trainer = self._cfg.trainer
+        if self._rank in trainer.profile.ranks:
+            self._memory.trace = self._trace = StepTrace(Path(trainer.run_dir) / "profile", step, self._rank)
+
+    def end_profile(self) -> list[str]:
+        """Write the trace of the step, and its table; the table's lines, none on ranks that are not traced."""
+        trace, self._trace, self._memory.trace = self._trace, None, None
+        return [] if trace is None else trace.end()
 
     def bound_layers(self, role: Role) -> list[str]:
         """Hugging Face's names of the layers that have an adapter on this rank."""

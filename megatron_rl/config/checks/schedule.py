@@ -25,6 +25,21 @@ def staleness(cfg: RunConfig) -> list[Fault]:
     return [Fault("trainer.max_staleness", staleness, reason, "set it to 0, or leave it out")]
 
 
+def profile(cfg: RunConfig) -> list[Fault]:
+    """What is profiled exists."""
+    profile, last = cfg.trainer.profile, cfg.trainer.total_training_steps
+    faults: list[Fault] = []
+    late = [step for step in profile.steps if last is not None and step > last]
+    if late:
+        reason = f"the run ends with step {last}"
+        faults.append(Fault("trainer.profile.steps", late, reason, f"name steps from 1 to {last}"))
+    absent = [rank for rank in profile.ranks if rank >= cfg.world_size]
+    if profile.steps and absent:
+        reason = f"the run has ranks 0 to {cfg.world_size - 1}"
+        faults.append(Fault("trainer.profile.ranks", absent, reason, "name ranks of the run"))
+    return faults
+
+
 def max_time(cfg: RunConfig) -> list[Fault]:
     """The time limit is a length of time."""
     text = cfg.trainer.max_time

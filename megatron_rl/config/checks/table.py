@@ -87,6 +87,7 @@ CHECKS: tuple[Check | ModelCheck, ...] = (
     Check(schedule.target_loss),
     Check(schedule.validation, ("train",)),
     Check(schedule.staleness, ("train",)),
+    Check(schedule.profile, ("train",)),
     Check(schedule.max_time, ("train",)),
     Check(checkpoint.best_metric, ("train",)),
     Check(checkpoint.early_stop, ("train",)),

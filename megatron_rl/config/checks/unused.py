@@ -66,7 +66,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         own = ("data.label_key",) if cfg.needs.preferences and cfg.judged_loss.rows != "pairs" else ()
         own += _OF_ENGINE if cfg.samples_prompts else ()
         yield from ((key, why) for key in (*_OF_ROLLOUTS, *chosen) if key not in own)
-    yield from _unread_of_preferences(cfg)
+    yield from (*_unread_of_preferences(cfg), *_unread_of_profile(cfg))
     if not cfg.actor.use_kl_loss:
         yield from ((f"actor.{key}", "actor.use_kl_loss is off") for key in ("kl_loss_coef", "kl_loss_type"))
     if not cfg.algorithm.use_kl_in_reward:
@@ -108,6 +108,11 @@ def _unread_of_preferences(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         if not (preferences and reads):
             names = [key.name for key, _ in settings_of(cfg) if key.name.startswith(f"algorithm.{section}.")]
             yield from ((key, why) for key in names)
+
+
+def _unread_of_profile(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    if not cfg.trainer.profile.steps:
+        yield "trainer.profile.ranks", "trainer.profile.steps is empty"
 
 
 def _unread_of_cluster(cfg: RunConfig) -> Iterator[tuple[str, str]]:

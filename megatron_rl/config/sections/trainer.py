@@ -25,6 +25,15 @@ class EarlyStopConfig:
 
 
 @section
+class ProfileConfig:
+    steps: list[PositiveInt] = Field(default_factory=list[int])
+    """Steps that are traced by torch's profiler, by number; each becomes a file a rank in <run>/profile, and a table of
+    its time by phase and kind of kernel. A traced step is slower."""
+    ranks: list[NonNegativeInt] = Field(default_factory=lambda: [0])
+    """Ranks whose steps are traced."""
+
+
+@section
 class TrainerConfig:
     total_epochs: PositiveInt = 1
     """Epochs over the training files."""
@@ -59,6 +68,7 @@ class TrainerConfig:
     """Validate before the first step."""
     default_local_dir: UserPath = "runs"
     """Folder of all runs; this one's is default_local_dir/experiment_name."""
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
     project_name: str = "megatron_rl"
     """Project name for loggers such as wandb."""
     experiment_name: str = "run"

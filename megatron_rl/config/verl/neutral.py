@@ -13,6 +13,7 @@ from megatron_rl.config.verl.keys import ACTOR, CHOICES, CRITIC, MODEL, REF, REN
 _OFF = "off, as here"
 _SPEED = "speed and memory only: same numbers"
 _PACKED = "sequences are packed here, without padding, unless actor.packing is false: same numbers"
+_TRACES = "a profiler set up by verl's keys (trainer.profile.steps and trainer.profile.ranks trace with torch's)"
 _PASS = "passes without gradients use actor.max_tokens_per_gpu: same numbers"
 _TEXT = "text only here"
 _SWITCH = "a switch inside verl"
@@ -374,9 +375,9 @@ _TRAINER: dict[str, Verdict] = {
         "sync", None, why="in step, as here", lacks="asynchronous training", cure="write sync: steps are synchronous"
     ),
     "v1.sampler.custom_sampler.path": off("a sampler of the user's own"),
-    "profile_interval": only([-1, -1], None, lacks="a profiler"),
-    "profile_steps": off("a profiler"),
-    "npu_profile": off("a profiler"),
+    "profile_interval": only([-1, -1], None, lacks=_TRACES),
+    "profile_steps": off(_TRACES),
+    "npu_profile": off(_TRACES),
 }
 _SINGLE: dict[str, Verdict] = {
     "actor_rollout_ref.hybrid_engine": only(
@@ -471,7 +472,7 @@ _TRAINING = (ACTOR, REF, CRITIC)
 _ENGINES = tuple(
     part + engine for part in (*_TRAINING, CRITIC + "model.") for engine in ("", "fsdp_config.", "fsdp.", "megatron.")
 )
-_PROFILER = KeyGroup("no profiler runs", ("enable",), lacks="a profiler")
+_PROFILER = KeyGroup("no profiler runs", ("enable",), lacks=_TRACES)
 _MTP = KeyGroup("off, as here", ("enable", "enable_train", "enable_rollout"), lacks="multi-token prediction (MTP)")
 _QAT = KeyGroup("off, as here", ("enable",), lacks="quantization-aware training (QAT)")
 _SKIP = KeyGroup("off, as here", ("enable",), lacks="rollouts read from disk")
@@ -486,7 +487,7 @@ GROUPS: dict[str, KeyGroup] = {
     **{part + name: KeyGroup(_BACKEND) for part in (*_TRAINING, CRITIC + "model.") for name in _BACKEND_SECTIONS},
     MODEL + "fsdp_config.": KeyGroup(_BACKEND),
     **{f"{part}profiler.": _PROFILER for part in (ACTOR, REF, CRITIC, ROLLOUT, "reward_model.", "")},
-    "global_profiler.": KeyGroup("no profiler runs", ("steps",), lacks="a profiler"),
+    "global_profiler.": KeyGroup("no profiler runs", ("steps",), lacks=_TRACES),
     **{f"{part}mtp.": _MTP for part in (MODEL, CRITIC + "model.", ROLLOUT)},
     **{
         f"{part}lora.": KeyGroup("no LoRA, as here", ("rank", "adapter_path"), lacks="LoRA of a critic")

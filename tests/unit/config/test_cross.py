@@ -23,6 +23,18 @@ def test_a_right_run_has_no_faults(tmp_path: Path) -> None:
     assert cross_faults(load(tmp_path)) == []
 
 
+def test_what_is_profiled_exists(tmp_path: Path) -> None:
+    """Steps and ranks of the run; both faults at once."""
+    wrong = ["trainer.profile.steps=[2,11]", "trainer.profile.ranks=[0,1]", "trainer.total_training_steps=10"]
+    found = {fault.key: fault for fault in faults(tmp_path, *wrong)}
+    assert found["trainer.profile.steps"].value == [11] and "ends with step 10" in found["trainer.profile.steps"].reason
+    assert found["trainer.profile.ranks"].value == [1] and set(found) == {
+        "trainer.profile.steps",
+        "trainer.profile.ranks",
+    }
+    load(tmp_path, "trainer.profile.steps=[2]", "trainer.total_training_steps=10")
+
+
 def test_tp_that_does_not_divide_the_ranks(tmp_path: Path) -> None:
     fault = only_fault(tmp_path, "actor.tp=2", "cluster.n_gpus_per_node=3")
     assert fault.key == "actor.tp" and "2 does not divide the 3 ranks" in fault.reason
