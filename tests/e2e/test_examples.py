@@ -263,4 +263,4 @@ def test_the_reward_model_ranks_held_out_pairs_right_and_grpo_learns_from_it(tmp
     sft, grpo = (
         json.loads((runs / name / "metrics.json").read_text())["val/accuracy"] for name in ("eval-sft", "eval-grpo-rm")
     )
-    assert grpo > sft
+    assert grpo > sft + 0.05
