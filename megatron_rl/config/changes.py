@@ -33,7 +33,7 @@ FREE: tuple[str, ...] = (
     *_below("critic", *_LAYOUT, *_MICRO_BATCHES, *_OFFLOAD),
     *_below("rollout", "tp", "ep", "share_weights", "weight_sync", "sync_bucket_mb", *_ENGINE_MEMORY),
     *_below("rollout", "max_model_len", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
-    *_below("rollout", "engine_kwargs", "val."),
+    *_below("rollout", "decode", "engine_kwargs", "val."),
     *_below("reward", "num_workers", "timeout_s", "memory_limit_gb", "max_failed_share"),
     *_below("reward.model", *_PLACES, "batch_size"),
     *_below("reward.judge", *_PLACES, *_ENGINE_MEMORY),

@@ -86,6 +86,7 @@ OPTIONAL_SETTINGS = (
     "kv_cache_gb",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "decode",
     "enforce_eager",
     "free_cache_engine",
 )

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,8 @@ class EngineSettings:
     ranks: tuple[int, ...] = ()
     """Ranks of the default process group that share the engine, in tensor-parallel order; all of them build it, and get
     the same calls. Empty: this rank alone."""
+    decode: Literal["auto", "scheduler", "batch"] = "auto"
+    """See rollout.decode."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import logging
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from megatron_rl.rollout.engine import (
 from megatron_rl.types import FINISH_REASONS, Samples
 
 _CPU_KV_CACHE_GB = 0.25
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -121,6 +123,7 @@ class VllmEngine:
         self._calls = 0
         self._adapter: Any = None
         self._holds_weights = False
+        self._told_why = False
         vllm = _import_vllm()
         self._sampling_params = vllm.SamplingParams
         self._on_cpu = settings.device == "cpu"
@@ -142,11 +145,17 @@ class VllmEngine:
         # vLLM lowers the number of threads and turns torch.set_num_threads into a no-op.
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         amplitude = read_model_shape(settings.model_path).rope.amplitude
-        with _kept_rng(), vllm_loader.loading(shared, amplitude) as self._loaded, self._groups() as ranks:
+        with (
+            _kept_rng(),
+            vllm_loader.loading(shared, amplitude) as self._loaded,
+            self._groups() as ranks,
+            self._runner_choice(),
+        ):
             arguments = self._arguments(ranks) | {"load_format": vllm_loader.LOAD_FORMAT}
             self._llm = vllm.LLM(**(arguments | settings.engine_kwargs))
         set_num_threads(threads)
         self._beat_each_step()
+        self._no_batches = self._why_no_batches()
         self._part = self._find_part()
         self._shared = frozenset(self._loaded.shared)
         if self._on_cpu:
@@ -158,6 +167,47 @@ class VllmEngine:
         for key, reason in ENGINE.cpu_lacks.items():
             if self._on_cpu and wanted[key]:
                 raise RolloutError(f"{key}: {reason} -- leave it out on CPUs")
+
+    def _runner_choice(self) -> contextlib.AbstractContextManager[None]:
+        """Batches are decoded by vLLM's first model runner; what goes to its scheduler anyway gets its own choice."""
+        from megatron_rl.rollout.vllm_runner import first_runner
+
+        return contextlib.nullcontext() if self._settings_against_batches() else first_runner()
+
+    def _settings_against_batches(self) -> str | None:
+        """Why this engine's settings leave all requests to vLLM's scheduler, before it is built."""
+        settings = self._settings
+        reasons = {
+            "rollout.decode=scheduler": settings.decode == "scheduler",
+            "the engine holds an adapter": settings.adapters is not None,
+            "it returns the experts that tokens went to": settings.returns_experts,
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
+
+    def _why_no_batches(self) -> str | None:
+        """Why this engine leaves all requests to vLLM's scheduler; None, and a decoder, if it does not."""
+        from megatron_rl.rollout import vllm_batch, vllm_runner
+
+        reason = self._settings_against_batches() or vllm_runner.why_not(vllm_runner.runner_of(self._llm))
+        if reason is None:
+            self._decoder = vllm_batch.BatchDecoder(self._llm)
+        return reason
+
+    def _why_scheduled(self, sampling: Sampling) -> str | None:
+        """Why vLLM's scheduler runs this call; None if it is decoded as a batch. Raises RolloutError where the key asks
+        for a batch and there is a reason.
+        """
+        reason = self._no_batches
+        if reason is None and sampling.stop:
+            reason = f"stop texts {list(sampling.stop)} are looked for in text"
+        if reason is None and (sampling.top_p < 1 or sampling.top_k > 0):
+            reason = f"top_p {sampling.top_p} and top_k {sampling.top_k} restrict the tokens"
+        if reason is not None and self._settings.decode == "batch":
+            raise RolloutError(f"rollout.decode=batch: {reason} -- set rollout.decode=auto: vLLM's scheduler can")
+        if not self._told_why:
+            self._told_why = True
+            _log.info("generation: %s", "decoded as a batch" if reason is None else f"vLLM's scheduler, since {reason}")
+        return reason
 
     def _beat_each_step(self) -> None:
         """A long generation is no hang: each step of vLLM's engine says that it goes on."""
@@ -243,6 +293,8 @@ class VllmEngine:
         check_requests(requests, sampling, self._settings, self._version)
         if self._asleep:
             raise RolloutError("generate on a sleeping engine; call wake() after update_weights()")
+        if requests and self._why_scheduled(sampling) is None:
+            return self._decode_batch(requests, sampling)
         prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
         params = [self._params(sampling, request.seed) for request in requests]
         with self._stream():
@@ -250,16 +302,38 @@ class VllmEngine:
         completions = [completion for output in outputs for completion in output.outputs]
         return self._samples(completions)
 
+    def _decode_batch(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
+        """See generate; without vLLM's scheduler."""
+        from megatron_rl.rollout.vllm_batch import Batch
+
+        self._calls += 1
+        seeds = [self._seed(f"request {i}") if one.seed is None else one.seed for i, one in enumerate(requests)]
+        batch = Batch(
+            [request.token_ids for request in requests],
+            sampling.n,
+            [seed + i for seed in seeds for i in range(sampling.n)],
+            sampling.temperature,
+            sampling.max_tokens,
+            sampling.stop_token_ids,
+        )
+        # Its blocks are written over.
+        self.reset_prefix_cache()
+        return self._decoder.generate(batch, self._version)
+
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
         """The engine's own random numbers: alike on its ranks, which sample apart, and the same in a run that is
         resumed. vLLM draws some for samples with seeds too. The trainer's are left alone.
         """
         self._calls += 1
-        key = f"{self._settings.seed} {self._version} {self._calls}".encode()
         with _kept_rng():
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
+            torch.manual_seed(self._seed())
             yield
+
+    def _seed(self, what: str = "") -> int:
+        """Of this call, and of a part of it."""
+        key = f"{self._settings.seed} {self._version} {self._calls} {what}".strip().encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
 
     def _params(self, sampling: Sampling, seed: int | None) -> Any:
         return self._sampling_params(

@@ -105,6 +105,7 @@ def engine_settings(cfg: RunConfig, shape: ModelShape, device: str, layout: Engi
         kv_cache_gb=rollout.kv_cache_gb,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
+        decode=rollout.decode,
         enforce_eager=rollout.enforce_eager,
         free_cache_engine=rollout.free_cache_engine,
         # Engines that share a stream of random numbers would give all replicas the same samples.

@@ -187,7 +187,7 @@ def _seeded_on_rank(rank: int, world: int, folder: str, device: str) -> dict[str
     found: dict[str, Any] = {}
     for name, changes in CUT.items():
         # A process has one engine that gives its memory back, and these follow each other.
-        own = {"device": device, "gpu_memory_utilization": 0.1, "free_cache_engine": False}
+        own = {"device": device, "gpu_memory_utilization": 0.1, "free_cache_engine": False, "decode": "scheduler"}
         engine = make_engine(_settings(folder, **own, **changes))
         engine.update_weights(load_file(f"{folder}/model.safetensors").items(), 0)
         rng = torch.get_rng_state()
@@ -210,6 +210,7 @@ def check_seeded_samples(folder: str, device: str) -> None:
 
 
 @needs_cpu_engine
+@pytest.mark.slow
 def test_seeded_samples_are_the_same_however_vllm_cuts_the_prompts(folder: str) -> None:
     check_seeded_samples(folder, "cpu")
 

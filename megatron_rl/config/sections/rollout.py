@@ -67,6 +67,10 @@ class RolloutConfig:
     """Maximum sequences that the engine runs concurrently."""
     max_num_batched_tokens: PositiveInt | None = None
     """Maximum tokens per engine step; the engine's default if unset."""
+    decode: Literal["auto", "scheduler", "batch"] = "auto"
+    """Who decides which sequences run in a step of vLLM: batch, a plan over all requests of a call, with no work in
+    Python for a token; scheduler, vLLM's own; auto, batch where it can (full attention, no adapter in the engine, no
+    stop texts, no top-p or top-k), else scheduler. The log says which, and why."""
     enforce_eager: bool = False
     """Disable CUDA graphs and compilation (always on CPU)."""
     free_cache_engine: bool = True
