@@ -112,6 +112,8 @@ class BatchDecoder:
         room = Room(runner.num_blocks, runner.block_size, runner.max_rows, runner.max_tokens)
         plan = BatchPlan([len(prompt) for prompt in batch.prompts], batch.n, batch.max_tokens, room)
         sampled = _Sampled(batch, runner.positions.device)
+        # Kernels may read ahead in a row, and after sleep its memory holds anything.
+        runner.table.zero_()
         while plan.unfinished:
             beat("an interval of steps of the engine")
             plan.grow(INTERVAL)
