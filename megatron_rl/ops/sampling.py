@@ -36,7 +36,7 @@ def sample(
     if logits.is_cuda:
         from megatron_rl.ops import sampling_triton
 
-        return sampling_triton.sample(logits, temperature, seeds, positions)
+        return sampling_triton.sample(logits, temperature, seeds, positions, WORD)
     return sample_torch(logits, temperature, seeds, positions)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.errors import MissingDependency
-from megatron_rl.ops.sampling import TILE, WORD
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -15,11 +14,11 @@ except ImportError as error:
 
 
 def sample(
-    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor, word: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See sampling.sample."""
+    """See sampling.sample. word: entries of a tile that share a word of the random numbers, sampling.WORD."""
     rows, size = logits.shape
-    tiles = triton.cdiv(size, TILE)
+    tiles = triton.cdiv(size, 4 * word)
     assert logits.stride(1) == 1, "logits whose rows are not contiguous"
     floats = torch.empty(4, rows, tiles, dtype=torch.float32, device=logits.device)
     index = torch.empty(rows, tiles, dtype=torch.int64, device=logits.device)
@@ -33,7 +32,7 @@ def sample(
         floats,
         index,
         GREEDY=temperature == 0,
-        WORD=WORD,
+        WORD=word,
         num_warps=4,
     )
     score, value, peak, total = floats

@@ -37,7 +37,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Tokens start..end-1 of a sequence, computed in one row of a pass."""
 
     sequence: int
@@ -55,7 +55,7 @@ class _Shared:
 
 
 @dataclass
-class BatchPlan:
+class DecodePlan:
     """The state of a plan. table: [sequences, blocks of the longest] int32, block numbers, 0 beyond a sequence's."""
 
     prompt_lens: Sequence[int]
@@ -168,26 +168,26 @@ class BatchPlan:
         self.table[sequence] = 0
         self._num_blocks[sequence] = 0
 
-    def passes(self, begun: Sequence[int]) -> list[list[Piece]]:
+    def passes(self, begun: Sequence[int]) -> list[list[Stretch]]:
         """What is computed of sequences that begin, pass after pass: shared blocks first, each once; then the rest of
         each sequence, whose last token gives the logits of the next one.
         """
-        first: list[Piece] = []
-        rest: list[Piece] = []
+        first: list[Stretch] = []
+        rest: list[Stretch] = []
         for sequence in begun:
             shared = self._shared_blocks(sequence)
             if shared and not self._shared[sequence // self.n].computed:
                 self._shared[sequence // self.n].computed = True
-                first.append(Piece(sequence, 0, shared * self.room.block_size))
+                first.append(Stretch(sequence, 0, shared * self.room.block_size))
             end = self.prompt_len(sequence) + int(self.lens[sequence])
-            rest.append(Piece(sequence, shared * self.room.block_size, end))
+            rest.append(Stretch(sequence, shared * self.room.block_size, end))
         return self._cut(first) + self._cut(rest)
 
-    def _cut(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
+    def _cut(self, pieces: Sequence[Stretch]) -> list[list[Stretch]]:
         """Pieces into passes of at most room.tokens tokens and room.rows rows; the next pass goes on with a piece that
         does not fit.
         """
-        passes: list[list[Piece]] = []
+        passes: list[list[Stretch]] = []
         space = 0
         for piece in pieces:
             start = piece.start
@@ -196,12 +196,12 @@ class BatchPlan:
                     passes.append([])
                     space = self.room.tokens
                 end = min(piece.end, start + space)
-                passes[-1].append(Piece(piece.sequence, start, end))
+                passes[-1].append(Stretch(piece.sequence, start, end))
                 space -= end - start
                 start = end
         return passes
 
-    def ends(self, piece: Piece) -> bool:
+    def ends(self, piece: Stretch) -> bool:
         """The piece's last token is the last that the sequence has: the next one is sampled from its logits."""
         return piece.end == self.prompt_len(piece.sequence) + int(self.lens[piece.sequence])
 

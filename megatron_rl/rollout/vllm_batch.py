@@ -21,7 +21,7 @@ import torch
 from megatron_rl.errors import RolloutError
 from megatron_rl.observe.beat import beat
 from megatron_rl.ops.sampling import sample
-from megatron_rl.rollout.batch_plan import BatchPlan, Piece, Room
+from megatron_rl.rollout.batch_plan import DecodePlan, Room, Stretch
 from megatron_rl.rollout.vllm_runner import Runner, runner_of
 from megatron_rl.types import FINISH_REASONS, Samples
 
@@ -30,7 +30,7 @@ INTERVAL = 16
 
 
 @dataclass(frozen=True)
-class Batch:
+class DecodeCall:
     """What one call asks for. seeds: one for each sample, request-major."""
 
     prompts: Sequence[Sequence[int]]
@@ -48,7 +48,7 @@ class _Sampled:
     lens: [sequences] int64. done, stopped: [sequences] bool; stopped: at a stop token.
     """
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
+    def __init__(self, batch: DecodeCall, device: torch.device) -> None:
         count = len(batch.prompts) * batch.n
         self.tokens = torch.zeros(count, batch.max_tokens + 1, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(count, batch.max_tokens + 1, dtype=torch.float32, device=device)
@@ -106,11 +106,11 @@ class BatchDecoder:
         self._runner = Runner(runner_of(llm))
 
     @torch.inference_mode()
-    def generate(self, batch: Batch, version: int) -> Samples:
+    def generate(self, batch: DecodeCall, version: int) -> Samples:
         """n samples for each prompt, request-major. RolloutError where one sequence does not fit the KV cache."""
         runner = self._runner
         room = Room(runner.num_blocks, runner.block_size, runner.max_rows, runner.max_tokens)
-        plan = BatchPlan([len(prompt) for prompt in batch.prompts], batch.n, batch.max_tokens, room)
+        plan = DecodePlan([len(prompt) for prompt in batch.prompts], batch.n, batch.max_tokens, room)
         sampled = _Sampled(batch, runner.positions.device)
         # Kernels may read ahead in a row, and after sleep its memory holds anything.
         runner.table.zero_()
@@ -124,7 +124,7 @@ class BatchDecoder:
             plan.update(*sampled.state())
         return sampled.samples(version)
 
-    def _prefill(self, batch: Batch, plan: BatchPlan, sampled: _Sampled, pieces: Sequence[Piece]) -> None:
+    def _prefill(self, batch: DecodeCall, plan: DecodePlan, sampled: _Sampled, pieces: Sequence[Stretch]) -> None:
         """Compute pieces of sequences; sample the next token of those that are computed up to their last one."""
         runner, device = self._runner, sampled.lens.device
         tokens = np.concatenate([self._tokens(batch, plan, sampled, piece) for piece in pieces])
@@ -147,7 +147,7 @@ class BatchDecoder:
             sequences = torch.tensor([sequence for _, sequence in ended], device=device)
             sampled.take(runner.logits(hidden[last]), sequences)
 
-    def _tokens(self, batch: Batch, plan: BatchPlan, sampled: _Sampled, piece: Piece) -> npt.NDArray[np.int64]:
+    def _tokens(self, batch: DecodeCall, plan: DecodePlan, sampled: _Sampled, piece: Stretch) -> npt.NDArray[np.int64]:
         """The ids of a piece: of the prompt, and of what was sampled before the sequence was put off."""
         prompt = np.asarray(batch.prompts[piece.sequence // batch.n], np.int64)
         count = int(plan.lens[piece.sequence])
@@ -155,7 +155,7 @@ class BatchDecoder:
             prompt = np.concatenate((prompt, sampled.tokens[piece.sequence, :count].cpu().numpy()))
         return prompt[piece.start : piece.end]
 
-    def _decode(self, plan: BatchPlan, sampled: _Sampled, begun: Sequence[int], steps: int) -> None:
+    def _decode(self, plan: DecodePlan, sampled: _Sampled, begun: Sequence[int], steps: int) -> None:
         """`steps` tokens more for each running sequence that is not done."""
         if not steps:
             return

@@ -304,11 +304,11 @@ class VllmEngine:
 
     def _decode_batch(self, requests: Sequence[Request], sampling: Sampling) -> Samples:
         """See generate; without vLLM's scheduler."""
-        from megatron_rl.rollout.vllm_batch import Batch
+        from megatron_rl.rollout.vllm_batch import DecodeCall
 
         self._calls += 1
         seeds = [self._seed(f"request {i}") if one.seed is None else one.seed for i, one in enumerate(requests)]
-        batch = Batch(
+        batch = DecodeCall(
             [request.token_ids for request in requests],
             sampling.n,
             [seed + i for seed in seeds for i in range(sampling.n)],

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import RolloutError
-from megatron_rl.rollout.batch_plan import BatchPlan, Piece, Room
+from megatron_rl.rollout.batch_plan import DecodePlan, Room, Stretch
 
 
 class _Play:
@@ -17,7 +17,7 @@ class _Play:
     The cache is played too: which token of which sequence a slot holds. What a next token sees must be there.
     """
 
-    def __init__(self, plan: BatchPlan, responses: list[int], interval: int) -> None:
+    def __init__(self, plan: DecodePlan, responses: list[int], interval: int) -> None:
         self.plan, self.responses, self.interval = plan, responses, interval
         self.lens, self.done = np.zeros(len(responses), np.int32), np.zeros(len(responses), np.bool_)
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}
@@ -45,7 +45,7 @@ class _Play:
         self.lens[sequence] += 1
         self.done[sequence] = self.lens[sequence] == self.responses[sequence]
 
-    def one_pass(self, pieces: list[Piece]) -> None:
+    def one_pass(self, pieces: list[Stretch]) -> None:
         room = self.plan.room
         assert sum(piece.end - piece.start for piece in pieces) <= room.tokens and len(pieces) <= room.rows
         for piece in pieces:
@@ -79,7 +79,7 @@ class _Play:
 
 def _run(prompt_lens: list[int], n: int, responses: list[int], max_tokens: int, room: Room, interval: int) -> int:
     """Play a plan to its end; how often a sequence was put off."""
-    play = _Play(BatchPlan(prompt_lens, n, max_tokens, room), responses, interval)
+    play = _Play(DecodePlan(prompt_lens, n, max_tokens, room), responses, interval)
     for _ in range(10_000):
         if not play.plan.unfinished:
             break
@@ -112,16 +112,20 @@ def test_sequences_that_outgrow_the_cache_are_put_off_and_go_on() -> None:
 
 
 def test_samples_of_a_prompt_share_the_blocks_that_it_fills() -> None:
-    plan = BatchPlan([10], 3, 4, Room(num_blocks=40, block_size=4, rows=8, tokens=64))
+    plan = DecodePlan([10], 3, 4, Room(num_blocks=40, block_size=4, rows=8, tokens=64))
     begun = plan.admit(4)
     assert begun == [0, 1, 2]
-    assert plan.passes(begun) == [[Piece(0, 0, 8)], [Piece(0, 8, 10), Piece(1, 8, 10), Piece(2, 8, 10)]]
+    assert plan.passes(begun) == [[Stretch(0, 0, 8)], [Stretch(0, 8, 10), Stretch(1, 8, 10), Stretch(2, 8, 10)]]
     assert (plan.table[:, :2] == plan.table[0, :2]).all() and len(set(plan.table[:, 2].tolist())) == 3
     # A prompt that fills its blocks: the last token's block is each sample's own.
-    whole = BatchPlan([8], 2, 4, Room(num_blocks=40, block_size=4, rows=8, tokens=5))
-    assert whole.passes(whole.admit(4)) == [[Piece(0, 0, 4)], [Piece(0, 4, 8), Piece(1, 4, 5)], [Piece(1, 5, 8)]]
+    whole = DecodePlan([8], 2, 4, Room(num_blocks=40, block_size=4, rows=8, tokens=5))
+    assert whole.passes(whole.admit(4)) == [
+        [Stretch(0, 0, 4)],
+        [Stretch(0, 4, 8), Stretch(1, 4, 5)],
+        [Stretch(1, 5, 8)],
+    ]
 
 
 def test_a_sequence_that_the_cache_cannot_hold_is_refused() -> None:
     with pytest.raises(RolloutError, match="a sequence of 15 tokens needs 4 blocks of the KV cache, which has 3"):
-        BatchPlan([5], 1, 10, Room(num_blocks=3, block_size=4, rows=1, tokens=8))
+        DecodePlan([5], 1, 10, Room(num_blocks=3, block_size=4, rows=1, tokens=8))
