@@ -1,17 +1,22 @@
 // Advantages on CUDA: one pass over the tokens, which reads each input once and writes each output once.
 //
 // The recurrence is that of advantage.cpp: a stretch of tokens is a step x -> m x + b, backwards in time, and m = -1
-// says that a sequence ends within it, so that what comes in does not count. Each block takes a tile of tokens and
-// composes its step. A block that needs what comes in from later tokens composes the steps of the tiles between, which
-// other blocks have published (a decoupled look-back, Merrill and Garland 2016). Unlike there, the steps are composed
-// in one order whatever is published first: those of the block's group of 32 tiles, then those of whole groups. So the
-// same input has the same bits, and nothing waits for a chain of blocks. All arithmetic is float64. Blocks wait for
-// blocks of lower numbers only, which the device starts first.
+// says that a sequence ends within it, so that what comes in does not count. A tile of tokens is a block's, which
+// composes the step of the tile. If it needs what comes in from later tokens, it composes the steps of the tiles
+// between, which other blocks have published (a decoupled look-back, Merrill and Garland 2016). Unlike there, the steps
+// are composed in one order whatever is published first: those of the tile's group of 32, then those of whole groups.
+// So the same input has the same bits, and nothing waits for a chain of blocks. All arithmetic is float64.
+//
+// Blocks stay, and draw one tile after another, from the last tokens to the first. So all tiles that a block waits for
+// are of blocks which run, however many blocks the device has room for. While a block walks over a tile, the next one
+// is on its way from memory. A warp beside those that walk prepares it: where its sequences end, and who draws what.
 
 #include "advantage.cuh"
 
 namespace megatron_rl {
 namespace {
+
+constexpr int kResident = 2;  // blocks of a multiprocessor: what registers allow without spills
 
 // By one warp: how many sequences end at or before token `limit`.
 __device__ int64_t ended_by(const Scan& s, int64_t limit, int lane) {
@@ -37,21 +42,24 @@ __device__ int64_t sequence_of(const Scan& s, int64_t token, int64_t first, int6
   return first;
 }
 
-// A walk back over tokens, with the sequence that each is in. Used only if something is known of each sequence.
+// A walk back over tokens, with what holds for the sequence that each is in.
 template <int N>
 struct Cursor {
   int64_t sequence = 0;
   double decay[N];  // gamma times lambda
+  double rest[N];   // gamma - decay
   bool counted = true;
 
   __device__ explicit Cursor(const Scan& s) {
-    decay[0] = s.gamma * s.lam;
-    if (N == 2) decay[N - 1] = s.gamma * s.critic_lam;
+#pragma unroll
+    for (int k = 0; k < N; k++) set(s, k, k == 0 ? s.lam : s.critic_lam);
   }
 
+  __device__ void set(const Scan& s, int k, double lam) { decay[k] = s.gamma * lam, rest[k] = s.gamma - decay[k]; }
+
   __device__ void read(const Scan& s) {
-    if (s.lams) decay[0] = s.gamma * __ldg(s.lams + sequence);
-    if (N == 2 && s.critic_lams) decay[N - 1] = s.gamma * __ldg(s.critic_lams + sequence);
+    if (s.lams) set(s, 0, __ldg(s.lams + sequence));
+    if (N == 2 && s.critic_lams) set(s, N - 1, __ldg(s.critic_lams + sequence));
     if (s.kept) counted = __ldg(s.kept + sequence) != 0;
   }
 
@@ -66,13 +74,29 @@ struct Cursor {
   }
 };
 
-__device__ Moments merge_lanes(Moments mine, int lanes) {
-  for (int distance = 1; distance < lanes; distance *= 2) {
-    const Moments other{__shfl_down_sync(kAll, mine.count, distance), __shfl_down_sync(kAll, mine.mean, distance),
-                        __shfl_down_sync(kAll, mine.m2, distance)};
-    mine = merge(mine, other);
+// Walks back over a stretch of tokens, by the sequences they are in, which end at the bits of `ends`. Calls
+// walk(tokens), bits, of each sequence, and cut() where one ends. of_sequences: the cursor follows. at: first token.
+template <int N, class Walk, class Cut>
+__device__ void over_sequences(const Scan& s, unsigned ends, bool of_sequences, int64_t at, Cursor<N>& cursor,
+                               Walk walk, Cut cut) {
+  unsigned open = kStretchBits;
+  while (true) {
+    const unsigned above = ends ? kAll << (32 - __clz(ends)) : kAll;
+    walk(open & above);
+    if (!ends) return;
+    cut();
+    open &= ~above;
+    ends &= ~above >> 1;
+    if (of_sequences) cursor.back_to(s, at + 31 - __clz(open));
   }
-  return mine;
+}
+
+// base^exponent, for 0 to kStretch.
+__device__ double power(double base, int exponent) {
+  double result = 1.0;
+#pragma unroll
+  for (int bit = 1; bit <= kStretch; bit *= 2, base *= base) result = exponent & bit ? result * base : result;
+  return result;
 }
 
 __device__ double sum_lanes(double mine) {
@@ -81,340 +105,296 @@ __device__ double sum_lanes(double mine) {
   return mine;
 }
 
-// Sums of a warp about a pivot, which is one of the advantages.
-struct WarpSums {
-  bool begun = false;
-  float pivot = 0.0f;
-  int count = 0;
+// Of the advantages of a warp that count, which lie in `room`. counted: bits of the thread's own. Sums are about one of
+// them.
+__device__ Sums sums_of(const char* room, unsigned counted, int lane) {
+  const unsigned lanes = __ballot_sync(kAll, counted != 0);
+  if (lanes == 0) return {0.0, 0.0, 0.0, 0.0};
+  const int first = __ffs(lanes) - 1, item = __ffs(__shfl_sync(kAll, counted, first)) - 1;
+  const double pivot = result_at(room, first * kItems + item);
   double sum = 0.0, squares = 0.0;
-
-  __device__ void add(const float (&advantages)[kVec], unsigned counted) {
-    if (!begun) {
-      const unsigned lanes = __ballot_sync(kAll, counted != 0);
-      if (lanes) {
-        float first = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kVec; i++) first = counted >> i & 1 ? advantages[i] : first;
-        pivot = __shfl_sync(kAll, first, __ffs(lanes) - 1);
-        begun = true;
+  for (int j = 0; j < kItems / 4; j++) {
+    const float4 four = *reinterpret_cast<const float4*>(room + chunk_at(lane * (kItems / 4) + j));
+    const float advantages[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (counted >> (4 * j + i) & 1) {
+        const double gap = static_cast<double>(advantages[i]) - pivot;
+        sum += gap, squares += gap * gap;
       }
     }
-    count += __popc(counted);
-#pragma unroll
-    for (int i = 0; i < kVec; i++) {
-      const double difference = static_cast<double>(advantages[i]) - static_cast<double>(pivot);
-      const double gap = counted >> i & 1 ? difference : 0.0;
-      sum += gap;
-      squares += gap * gap;
-    }
   }
-
-  __device__ Moments moments() const {
-    const int whole = __reduce_add_sync(kAll, count);
-    return about(pivot, whole, sum_lanes(sum), sum_lanes(squares));
-  }
-};
+  const int count = __reduce_add_sync(kAll, __popc(counted));
+  return {static_cast<double>(count), pivot, sum_lanes(sum), sum_lanes(squares)};
+}
 
 // Number of this block's share of sequences whose bounds or lambdas cannot be.
-__device__ int faults_of(const Scan& s, int64_t place) {
+__device__ int faults_of(const Scan& s) {
   int faults = 0;
-  for (int64_t i = place * kThreads + threadIdx.x; i < s.sequences; i += static_cast<int64_t>(gridDim.x) * kThreads) {
+  const int64_t from = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+#pragma unroll 1
+  for (int64_t i = from; i < s.sequences; i += static_cast<int64_t>(gridDim.x) * kThreads) {
     if (s.cu) faults += s.cu[i] > s.cu[i + 1];
     if (s.lams) faults += !(s.lams[i] >= 0.0 && s.lams[i] <= 1.0);
     if (s.critic_lams) faults += !(s.critic_lams[i] >= 0.0 && s.critic_lams[i] <= 1.0);
   }
-  if (place == 0 && threadIdx.x == 0 && s.cu) faults += s.cu[0] != 0 || s.cu[s.sequences] != s.tokens;
+  if (from == 0 && s.cu) faults += s.cu[0] != 0 || s.cu[s.sequences] != s.tokens;
   return faults;
 }
 
-// By the block that ends last: the stats of all tiles, in one order. Sums are about the mean of the first tile that has
-// one, so that nothing is divided before the end.
-__device__ void write_stats(const Board& board, int64_t tiles, double* stats, double (*warp_sums)[kStats]) {
-  __shared__ int first;
+// What the warps of a block tell each other.
+template <int N>
+struct Shared {
+  unsigned ends[2][kTile / 32];  // a bit for each token of a tile: the last of its sequence
+  int64_t bounds[2][2];          // sequences that end before a tile, and before the tile after it
+  int next;                      // place of the block's next tile
+  bool is_last;
+  Step<N> warp_steps[kWarps], after_warp[kWarps];
+  double carried[N];
+  Sums warp_sums[kWarps];
+  int first;
+  double sums[kWarps + 1][3];
+};
+
+// By the warp that looks ahead: draws the next tile, and says where its sequences end.
+template <int N>
+__device__ void look_ahead(const Scan& s, const Board& board, int64_t tiles, int stage, int lane, Shared<N>& shared) {
+  int place = 0;
+  if (lane == 0) shared.next = place = atomicAdd(board.tickets, 1) + 1;
+  place = __shfl_sync(kAll, place, 0);
+  if (place >= tiles) return;
+  unsigned* ends = shared.ends[stage];
+  const int64_t begin = (tiles - 1 - place) * kTile;
+  for (int i = lane; i < kTile / 32; i += 32) ends[i] = 0;
+  const int64_t first = ended_by(s, begin, lane), last = ended_by(s, begin + kTile, lane);
+  if (lane == 0) shared.bounds[stage][0] = first, shared.bounds[stage][1] = last;
+  __syncwarp();
+#pragma unroll 1
+  for (int64_t i = first + lane; i < last; i += 32) {
+    const int64_t at = s.first(i + 1) - 1 - begin;
+    if (at >= 0 && at < kTile) atomicOr(ends + at / 32, 1u << (at % 32));
+  }
+}
+
+// By the warp that looks ahead, once all others are done with the tile.
+template <int N>
+__device__ void write_sums(const Board& board, int64_t tile, int lane, const Shared<N>& shared) {
+  Sums sums{0.0, 0.0, 0.0, 0.0};
+  if (lane < kWarps) sums = shared.warp_sums[lane];
+  const unsigned lanes = __ballot_sync(kAll, sums.count != 0.0);
+  sums = sums.about_pivot(__shfl_sync(kAll, sums.pivot, lanes ? __ffs(lanes) - 1 : 0));
+  sums.count = sum_lanes(sums.count), sums.sum = sum_lanes(sums.sum), sums.squares = sum_lanes(sums.squares);
+  if (lane == 0) board.sums[tile] = sums;
+}
+
+// By the block that ends last: the stats of all tiles, in one order. Sums are about the pivot of the first tile that
+// has one.
+template <int N>
+__device__ void write_stats(const Board& board, int64_t tiles, double* stats, Shared<N>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = static_cast<int>(tiles);
-  if (threadIdx.x == 0) first = count;
+  if (threadIdx.x == 0) shared.first = count;
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    if (__ldcg(board.sums + kStats * i) != 0.0) {
-      atomicMin(&first, i);
+    if (__ldcg(&board.sums[i].count) != 0.0) {
+      atomicMin(&shared.first, i);
       break;
     }
   }
   __syncthreads();
-  const double pivot = first < count ? __ldcg(board.sums + kStats * first + 1) : 0.0;
-  double mine[kStats] = {};  // count, sum, squares, stray rewards, faults
-#pragma unroll 4
+  const double pivot = shared.first < count ? __ldcg(&board.sums[shared.first].pivot) : 0.0;
+  double mine[3] = {};  // count, sum, squares
+#pragma unroll 8
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    const double* sums = board.sums + kStats * i;
-    const double size = __ldcg(sums), gap = size == 0.0 ? 0.0 : __ldcg(sums + 1) - pivot;
-    mine[0] += size, mine[1] += size * gap, mine[2] += __ldcg(sums + 2) + size * gap * gap;
-    mine[3] += __ldcg(sums + 3), mine[4] += __ldcg(sums + 4);
+    const double2* halves = reinterpret_cast<const double2*>(board.sums + i);
+    const double2 low = __ldcg(halves), high = __ldcg(halves + 1);
+    const Sums sums = Sums{low.x, low.y, high.x, high.y}.about_pivot(pivot);
+    mine[0] += sums.count, mine[1] += sums.sum, mine[2] += sums.squares;
   }
 #pragma unroll
-  for (int k = 0; k < kStats; k++) mine[k] = sum_lanes(mine[k]);
-  if (lane == 0) {
-#pragma unroll
-    for (int k = 0; k < kStats; k++) warp_sums[warp][k] = mine[k];
+  for (int k = 0; k < 3; k++) {
+    mine[k] = sum_lanes(mine[k]);
+    if (lane == 0) shared.sums[warp][k] = mine[k];
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int i = 1; i < kWarps; i++) {
-    for (int k = 0; k < kStats; k++) mine[k] += warp_sums[i][k];
+  for (int i = 1; i <= kWarps; i++) {
+    for (int k = 0; k < 3; k++) mine[k] += shared.sums[i][k];
   }
   const Moments whole = about(pivot, mine[0], mine[1], mine[2]);
-  stats[0] = whole.count, stats[1] = whole.mean, stats[2] = whole.m2, stats[3] = mine[3], stats[4] = mine[4];
+  stats[0] = whole.count, stats[1] = whole.mean, stats[2] = whole.m2;
+  stats[3] = static_cast<double>(__ldcg(board.stray) + 1), stats[4] = static_cast<double>(__ldcg(board.faults) + 1);
 }
 
-// A thread's tokens in registers. With KL terms rewards are float64: a float32 sum would not be exact.
-template <class T, bool KL>
-struct Loaded {
-  using Reward = std::conditional_t<KL, double, float>;
-  Reward rewards[kRows][kVec];
-  float values[kRows][kVec];
-  unsigned mask[kRows];
-  int stray = 0;
-
-  __device__ void load_row(const Scan& s, int row, int64_t at, bool fast) {
-    const int64_t valid = s.tokens - at;
-    float raw[kVec];
-    load<T>(s.rewards, at, fast, valid, raw);
-    if (s.values) load<T>(s.values, at, fast, valid, values[row]);
-    mask[row] = load_mask(s.mask + at, fast, valid);
-    float kl[kVec], ref[kVec];
-    if (KL) {
-      load<T>(s.kl, at, fast, valid, kl);
-      if (s.ref) load<T>(s.ref, at, fast, valid, ref);
-    }
-#pragma unroll
-    for (int i = 0; i < kVec; i++) {
-      if (!s.values) values[row][i] = 0.0f;
-      rewards[row][i] = raw[i];
-      stray += raw[i] != 0.0f && !(mask[row] >> i & 1);
-      if (KL) rewards[row][i] -= s.kl_coef * kl_term(s.kl_kind, kl[i], s.ref ? ref[i] : 0.0f);
-    }
-  }
+// What a thread keeps of its tokens between the two walks over them.
+template <int N>
+struct Kept {
+  unsigned mask, ends;
+  Cursor<N> cursor;  // at the last token
+  Step<N> after;     // the step of the warp's tokens after the thread's
 };
 
-// A walk back over the thread's tokens of a row, and its step. Most rows hold no end of a sequence: those have no
-// branches, and m depends on the number of trained tokens alone.
+// The first walk: the steps of the thread's tokens, of those after them, and of the warp's.
 template <class T, int N, bool KL>
-__device__ Step<N> plain_step(const Scan& s, const Loaded<T, KL>& tokens, int row, const double (*powers)[kVec + 1]) {
+__device__ Step<N> first_walk(const Scan& s, const Rooms& rooms, int64_t at, bool of_sequences, int lane, int& stray,
+                              Kept<N>& kept) {
+  Cursor<N> cursor = kept.cursor;
   Step<N> step = nothing<N>();
-  const unsigned mask = tokens.mask[row];
+#pragma unroll 1
+  for (int from = kItems - kStretch; from >= 0; from -= kStretch) {
+    const Stretch<T, KL> tokens(s, rooms, lane * kItems + from);
+    const unsigned mask = kept.mask >> from & kStretchBits;
+    stray += __popc(tokens.rewarded & ~mask);
+    const auto walk = [&](unsigned of_sequence) {
+      const unsigned trained = mask & of_sequence;
 #pragma unroll
-  for (int i = kVec - 1; i >= 0; i--) {
-    const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
+      for (int i = kStretch - 1; i >= 0; i--) {
+        const double reward = tokens.rewards[i], value = tokens.values[i];
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-      const double decay = powers[k][1], b = decay * step.b[k] + (s.gamma * value + decay * delta);
-      step.b[k] = mask >> i & 1 ? b : step.b[k];
-    }
-  }
+        for (int k = 0; k < N; k++) {
+          const double own = cursor.decay[k] * reward + cursor.rest[k] * value;
+          if (trained >> i & 1) step.b[k] = cursor.decay[k] * step.b[k] + own;
+        }
+      }
 #pragma unroll
-  for (int k = 0; k < N; k++) step.m[k] = powers[k][__popc(mask)];
-  return step;
-}
-
-template <class T, int N, bool KL>
-__device__ Step<N> step_with_ends(const Scan& s, const Loaded<T, KL>& tokens, int row, unsigned end, int64_t at,
-                                  Cursor<N>& cursor, bool of_sequences) {
-  Step<N> step = nothing<N>();
-#pragma unroll
-  for (int i = kVec - 1; i >= 0; i--) {
-    if (end >> i & 1) {
+      for (int k = 0; k < N; k++) step.m[k] *= power(cursor.decay[k], __popc(trained));
+    };
+    const auto cut = [&] {
 #pragma unroll
       for (int k = 0; k < N; k++) step.m[k] = -1.0, step.b[k] = 0.0;
-      if (of_sequences) cursor.back_to(s, at + i);
-    }
-    if (tokens.mask[row] >> i & 1) {
-      const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
-#pragma unroll
-      for (int k = 0; k < N; k++) {
-        step.m[k] *= cursor.decay[k];
-        step.b[k] = cursor.decay[k] * step.b[k] + (s.gamma * value + cursor.decay[k] * delta);
-      }
-    }
+    };
+    over_sequences(s, kept.ends >> from & kStretchBits, of_sequences, at + from, cursor, walk, cut);
   }
-  return step;
+  __syncwarp();
+  step = steps_from_above(step, lane);
+  kept.after = from_above(step, 1);
+  if (lane == 31) kept.after = nothing<N>();
+  return from_lane(step, 0);
 }
 
-// Advantages and returns of a row, and which of them count. x: what comes in.
+// The second walk: advantages and returns into shared memory, and the sums of the warp's. in: what comes
+// in after the warp's last token.
 template <class T, int N, bool KL>
-__device__ unsigned plain_walk(const Scan& s, const Loaded<T, KL>& tokens, int row, const double (*powers)[kVec + 1],
-                               double (&x)[N], float (&advantages)[kVec], float (&returns)[kVec]) {
-  const unsigned mask = tokens.mask[row];
-#pragma unroll
-  for (int i = kVec - 1; i >= 0; i--) {
-    const bool trained = mask >> i & 1;
-    const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
-    const float advantage = static_cast<float>(delta + x[0]);
-    const float target = static_cast<float>(value + (delta + x[N - 1]));
-    advantages[i] = trained ? advantage : 0.0f;
-    returns[i] = trained ? target : 0.0f;
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-      const double decay = powers[k][1], next = decay * x[k] + (s.gamma * value + decay * delta);
-      x[k] = trained ? next : x[k];
-    }
-  }
-  return mask;
-}
-
-template <class T, int N, bool KL>
-__device__ unsigned walk_with_ends(const Scan& s, const Loaded<T, KL>& tokens, int row, unsigned end, int64_t at,
-                                   Cursor<N>& cursor, bool of_sequences, double (&x)[N], float (&advantages)[kVec],
-                                   float (&returns)[kVec]) {
+__device__ Sums second_walk(const Scan& s, const Rooms& rooms, int64_t at, bool of_sequences, int lane,
+                               const Step<N>& in, const Kept<N>& kept) {
+  Cursor<N> cursor = kept.cursor;
+  Step<N> x = then(in, kept.after);  // of which b counts
   unsigned counted = 0;
+#pragma unroll 1
+  for (int from = kItems - kStretch; from >= 0; from -= kStretch) {
+    const Stretch<T, KL> tokens(s, rooms, lane * kItems + from);
+    const unsigned mask = kept.mask >> from & kStretchBits;
+    float advantages[kStretch] = {}, returns[kStretch] = {};
+    const auto walk = [&](unsigned of_sequence) {
+      const unsigned trained = mask & of_sequence;
+      if (cursor.counted) counted |= trained << from;
 #pragma unroll
-  for (int i = kVec - 1; i >= 0; i--) {
-    if (end >> i & 1) {
+      for (int i = kStretch - 1; i >= 0; i--) {
+        const double reward = tokens.rewards[i], value = tokens.values[i], delta = reward - value;
+        const bool here = trained >> i & 1;
+        const double returned = value + (delta + x.b[N - 1]);
+        advantages[i] = here ? static_cast<float>(delta + x.b[0]) : advantages[i];
+        returns[i] = here ? static_cast<float>(returned) : returns[i];
 #pragma unroll
-      for (int k = 0; k < N; k++) x[k] = 0.0;
-      if (of_sequences) cursor.back_to(s, at + i);
-    }
-    advantages[i] = 0.0f, returns[i] = 0.0f;
-    if (tokens.mask[row] >> i & 1) {
-      const double value = tokens.values[row][i], delta = tokens.rewards[row][i] - value;
-      advantages[i] = static_cast<float>(delta + x[0]);
-      returns[i] = static_cast<float>(value + (delta + x[N - 1]));
-      counted |= (cursor.counted ? 1u : 0u) << i;
+        for (int k = 0; k < N; k++) {
+          const double own = cursor.decay[k] * reward + cursor.rest[k] * value;
+          if (here) x.b[k] = cursor.decay[k] * x.b[k] + own;
+        }
+      }
+    };
+    const auto cut = [&] {
 #pragma unroll
-      for (int k = 0; k < N; k++) x[k] = cursor.decay[k] * x[k] + (s.gamma * value + cursor.decay[k] * delta);
-    }
+      for (int k = 0; k < N; k++) x.b[k] = 0.0;
+    };
+    over_sequences(s, kept.ends >> from & kStretchBits, of_sequences, at + from, cursor, walk, cut);
+    give(rooms.rewards, lane * kItems + from, advantages);
+    if (s.returns) give(rooms.values(), lane * kItems + from, returns);
   }
-  return counted;
+  __syncwarp();
+  return sums_of(rooms.rewards, counted, lane);
 }
 
-// Blocks of a multiprocessor: what the registers allow without spills.
-template <int N, bool KL>
-constexpr int kResident = N == 1 && !KL ? 3 : 2;
+// By the first warp: what comes in after the tokens of each warp.
+template <int N>
+__device__ void join_warps(const Board& board, int64_t place, bool closed, int lane, Shared<N>& shared) {
+  Step<N> step = nothing<N>();
+  if (lane < kWarps) step = shared.warp_steps[lane];
+  step = steps_from_above(step, lane);
+  const Step<N> above = from_above(step, 1);
+  if (lane < kWarps) shared.after_warp[lane] = above;
+  look_back(board, place, from_lane(step, 0), closed, lane, shared.carried);
+}
 
 template <class T, int N, bool KL>
-__global__ void __launch_bounds__(kThreads, kResident<N, KL>)
-    scan_kernel(const Scan s, const Board board, const int64_t tiles, const bool aligned) {
-  __shared__ unsigned ends[kTile / 32];  // a bit for each token: the last of its sequence
-  __shared__ Step<N> warp_steps[kWarps], after_warp[kWarps];
-  __shared__ double carried[N], powers[N][kVec + 1];
-  __shared__ int64_t bounds[2];
-  __shared__ Moments warp_moments[kWarps];
-  __shared__ double warp_counts[kWarps][2], warp_sums[kWarps][kStats];
-  __shared__ bool is_last;
+__global__ void __launch_bounds__(kThreads, kResident)
+    scan_kernel(const Scan s, const Board board, const int64_t tiles, const bool aligned, const int columns) {
+  extern __shared__ __align__(16) char room[];
+  __shared__ Shared<N> shared;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t place = blockIdx.x, tile = tiles - 1 - place, begin = tile * kTile;
-  const int mine = warp * kRows * 32 * kVec + lane * kVec;  // the thread's tokens of row 0, from `begin` on
-  const bool fast = aligned && begin + kTile <= s.tokens;
+  const bool walks = warp < kWarps, of_sequences = s.sequences > 0 && (s.lams || s.critic_lams || s.kept);
+  const int mine = warp * kSpan;  // the warp's first token in a tile
+  int stray = 0;
 
-  Loaded<T, KL> tokens;
-#pragma unroll
-  for (int row = 0; row < kRows; row++) tokens.load_row(s, row, begin + mine + row * 32 * kVec, fast);
-  if (warp < 2) {
-    const int64_t count = ended_by(s, begin + warp * kTile, lane);
-    if (lane == 0) bounds[warp] = count;
-  }
-  for (int i = threadIdx.x; i < kTile / 32; i += kThreads) ends[i] = 0;
-  if (threadIdx.x < N) {
-    const double decay = s.gamma * (threadIdx.x == 0 ? s.lam : s.critic_lam);
-    double power = 1.0;
-    for (int i = 0; i <= kVec; i++, power *= decay) powers[threadIdx.x][i] = power;
-  }
-  const int faults = faults_of(s, place);
+  if (!walks) look_ahead(s, board, tiles, 0, lane, shared);
   __syncthreads();
-  const int64_t first = bounds[0], last = bounds[1];
-  for (int64_t i = first + threadIdx.x; i < last; i += kThreads) {
-    const int64_t at = s.first(i + 1) - 1 - begin;
-    if (at >= 0 && at < kTile) atomicOr(ends + at / 32, 1u << (at % 32));
-  }
+  int64_t place = shared.next, before = -1;  // tiles from the end of the data: this one, and the one before it
+  if (walks && place < tiles)
+    fetch_tile<T, KL>(s, Rooms(room, 0, columns, warp), (tiles - 1 - place) * kTile + mine, aligned, lane);
+  const int faults = faults_of(s);
   __syncthreads();
-
-  // Steps of the thread's rows, of rows of the warp, and of the warp.
-  const bool of_sequences = s.sequences > 0 && (s.lams || s.critic_lams || s.kept);
-  Step<N> after[kRows], row_step[kRows];
-#pragma unroll
-  for (int row = kRows - 1; row >= 0; row--) {
-    const int at = mine + row * 32 * kVec;
-    const unsigned end = ends[at / 32] >> (at % 32) & 0xffu;
-    Step<N> step;
-    if (end == 0 && !of_sequences) {
-      step = plain_step<T, N, KL>(s, tokens, row, powers);
+  for (int stage = 0; place < tiles; stage ^= 1) {
+    const Rooms rooms(room, stage, columns, warp);
+    const int64_t begin = (tiles - 1 - place) * kTile, at = begin + mine + lane * kItems;
+    Kept<N> kept{0, 0, Cursor<N>(s), nothing<N>()};
+    if (walks) {
+      wait_for_copies();
+      __syncwarp();
+      kept.mask = take_mask(rooms.mask, lane);
+      const int in_tile = mine + lane * kItems;
+      kept.ends = shared.ends[stage][in_tile / 32] >> (in_tile % 32) & kItemBits;
+      if (of_sequences) kept.cursor.start(s, at + kItems - 1, shared.bounds[stage][0], shared.bounds[stage][1]);
+      const Step<N> of_warp = first_walk<T, N, KL>(s, rooms, at, of_sequences, lane, stray, kept);
+      if (lane == 0) shared.warp_steps[warp] = of_warp;
     } else {
-      Cursor<N> cursor(s);
-      if (of_sequences) cursor.start(s, begin + at + kVec - 1, first, last);
-      step = step_with_ends<T, N, KL>(s, tokens, row, end, begin + at, cursor, of_sequences);
+      look_ahead(s, board, tiles, stage ^ 1, lane, shared);
     }
-    __syncwarp();
-    step = steps_from_above(step, lane);
-    row_step[row] = from_lane(step, 0);
-    after[row] = from_above(step, 1);
-    if (lane == 31) after[row] = nothing<N>();
-  }
-  Step<N> whole = row_step[kRows - 1];
+    __syncthreads();
+    const int64_t next = shared.next;
+    if (walks && next < tiles)
+      fetch_tile<T, KL>(s, Rooms(room, stage ^ 1, columns, warp), (tiles - 1 - next) * kTile + mine, aligned, lane);
+    const bool closed = place == 0 || shared.ends[stage][kTile / 32 - 1] >> 31;
+    if (warp == 0) join_warps(board, place, closed, lane, shared);
+    if (!walks && before >= 0) write_sums(board, before, lane, shared);
+    __syncthreads();
+    if (walks) {
+      Step<N> in;
 #pragma unroll
-  for (int row = kRows - 2; row >= 0; row--) whole = then(whole, row_step[row]);
-  if (lane == 0) warp_steps[warp] = whole;
-  __syncthreads();
-  if (warp == 0) {
-    Step<N> step = nothing<N>();
-    if (lane < kWarps) step = warp_steps[lane];
-    step = steps_from_above(step, lane);
-    const Step<N> above = from_above(step, 1);
-    if (lane < kWarps) after_warp[lane] = above;
-    const bool closed = place == 0 || ends[kTile / 32 - 1] >> 31;
-    look_back(board, place, from_lane(step, 0), closed, lane, carried);
-  }
-  __syncthreads();
-
-  // Now all tokens.
-  Step<N> in;
-#pragma unroll
-  for (int k = 0; k < N; k++) in.m[k] = -1.0, in.b[k] = carried[k];
-  in = then(in, after_warp[warp]);
-  WarpSums sums;
-#pragma unroll
-  for (int row = kRows - 1; row >= 0; row--) {
-    const int at = mine + row * 32 * kVec;
-    const unsigned end = ends[at / 32] >> (at % 32) & 0xffu;
-    const Step<N> into = then(in, after[row]);
-    double x[N];
-#pragma unroll
-    for (int k = 0; k < N; k++) x[k] = into.b[k];
-    float advantages[kVec], returns[kVec];
-    unsigned counted;
-    if (end == 0 && !of_sequences) {
-      counted = plain_walk<T, N, KL>(s, tokens, row, powers, x, advantages, returns);
-    } else {
-      Cursor<N> cursor(s);
-      if (of_sequences) cursor.start(s, begin + at + kVec - 1, first, last);
-      counted = walk_with_ends<T, N, KL>(s, tokens, row, end, begin + at, cursor, of_sequences, x, advantages, returns);
+      for (int k = 0; k < N; k++) in.m[k] = -1.0, in.b[k] = shared.carried[k];
+      in = then(in, shared.after_warp[warp]);
+      const Sums sums = second_walk<T, N, KL>(s, rooms, at, of_sequences, lane, in, kept);
+      if (lane == 0) shared.warp_sums[warp] = sums;
+      const int64_t from = begin + mine, valid = s.tokens - from;
+      const bool fast = aligned && valid >= kSpan;
+      write_out(s.advantages + from, rooms.rewards, fast, valid, lane);
+      if (s.returns) write_out(s.returns + from, rooms.values(), fast, valid, lane);
+      __syncwarp();
     }
-    __syncwarp();
-    const int64_t valid = s.tokens - begin - at;
-    store(s.advantages + begin + at, fast, valid, advantages);
-    if (s.returns) store(s.returns + begin + at, fast, valid, returns);
-    sums.add(advantages, counted);
-    in = then(in, row_step[row]);
-  }
-
-  // Statistics: of the warp, of the tile, and, in the block that ends last, of all.
-  const Moments of_warp = sums.moments();
-  const int stray = __reduce_add_sync(kAll, tokens.stray), bad = __reduce_add_sync(kAll, faults);
-  if (lane == 0) warp_moments[warp] = of_warp, warp_counts[warp][0] = stray, warp_counts[warp][1] = bad;
-  __syncthreads();
-  if (warp == 0) {
-    Moments of_tile{0.0, 0.0, 0.0};
-    double counts[2] = {0.0, 0.0};
-    if (lane < kWarps) of_tile = warp_moments[lane], counts[0] = warp_counts[lane][0], counts[1] = warp_counts[lane][1];
-    of_tile = merge_lanes(of_tile, kWarps), counts[0] = sum_lanes(counts[0]), counts[1] = sum_lanes(counts[1]);
-    if (lane == 0) {
-      double* to = board.sums + kStats * tile;
-      to[0] = of_tile.count, to[1] = of_tile.mean, to[2] = of_tile.m2, to[3] = counts[0], to[4] = counts[1];
-      __threadfence();
-      is_last = atomicAdd(board.done, 1) == tiles - 1;
-    }
+    before = place, place = next;
   }
   __syncthreads();
-  if (!is_last) return;
+  if (!walks && before >= 0) write_sums(board, before, lane, shared);
+  const int all_stray = __reduce_add_sync(kAll, stray), all_faults = __reduce_add_sync(kAll, faults);
+  if (lane == 0 && all_stray) atomicAdd(board.stray, all_stray);
+  if (lane == 0 && all_faults) atomicAdd(board.faults, all_faults);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    shared.is_last = atomicAdd(board.done, 1) + 1 == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!shared.is_last) return;
   __threadfence();
-  write_stats(board, tiles, s.stats, warp_sums);
+  write_stats(board, tiles, s.stats, shared);
 }
 
 cudaStream_t current_stream(const Tensor& one) {
@@ -425,12 +405,22 @@ cudaStream_t current_stream(const Tensor& one) {
 
 bool is_aligned(const void* data, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 
-template <class T, int N>
-void launch(const Scan& s, const Board& board, int64_t tiles, bool aligned, cudaStream_t stream) {
-  const auto grid = static_cast<unsigned>(tiles);
-  if (s.kl_kind == kNoKl) scan_kernel<T, N, false><<<grid, kThreads, 0, stream>>>(s, board, tiles, aligned);
-  else scan_kernel<T, N, true><<<grid, kThreads, 0, stream>>>(s, board, tiles, aligned);
+template <class T, int N, bool KL>
+void launch(const Scan& s, const Board& board, int64_t tiles, bool aligned, cudaStream_t stream, int device) {
+  const auto kernel = scan_kernel<T, N, KL>;
+  const int columns = KL ? s.ref ? 4 : 3 : 2, bytes = 2 * Rooms::tile_bytes(columns);
+  int processors = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors * kResident));
+  kernel<<<grid, kThreads, bytes, stream>>>(s, board, tiles, aligned, columns);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <class T, int N>
+void launch(const Scan& s, const Board& board, int64_t tiles, bool aligned, cudaStream_t stream, int device) {
+  if (s.kl_kind == kNoKl) launch<T, N, false>(s, board, tiles, aligned, stream, device);
+  else launch<T, N, true>(s, board, tiles, aligned, stream, device);
 }
 
 std::tuple<Tensor, Tensor, Tensor> gae(Tensor rewards, MaybeTensor values, Tensor mask, MaybeTensor cu_seqlens,
@@ -444,45 +434,65 @@ std::tuple<Tensor, Tensor, Tensor> gae(Tensor rewards, MaybeTensor values, Tenso
   // Without tokens, one block looks at what is wrong with the sequences.
   const int64_t tiles = s.tokens == 0 ? 1 : (s.tokens + kTile - 1) / kTile, groups = (tiles + kGroup - 1) / kGroup;
   STD_TORCH_CHECK(tiles < (int64_t{1} << 31), "too many tokens for one call");
-  const int64_t num_flags = tiles + groups + 1, num_doubles = 4 * (tiles + groups) + kStats * tiles;
-  const Tensor flags = torch::stable::new_empty(p.stats, {&num_flags, 1}, ScalarType::Int);
+  const bool two = s.two || s.lams || s.critic_lams;
+  const int64_t lambdas = two ? 2 : 1, messages = lambdas * (tiles + groups);
+  const int64_t cleared = sizeof(Message) * messages + 32, num_doubles = cleared / 8 + 4 * tiles;
   const Tensor doubles = torch::stable::new_empty(p.stats, {&num_doubles, 1}, ScalarType::Double);
   const cudaStream_t stream = current_stream(rewards);
   Board board;
-  board.tile_ready = static_cast<int*>(flags.mutable_data_ptr());
-  board.group_ready = board.tile_ready + tiles, board.done = board.group_ready + groups;
-  board.tile_steps = static_cast<double*>(doubles.mutable_data_ptr());
-  board.group_steps = board.tile_steps + 4 * tiles, board.sums = board.group_steps + 4 * groups;
-  STD_CUDA_CHECK(cudaMemsetAsync(board.tile_ready, 0, num_flags * sizeof(int), stream));
-  bool aligned = is_aligned(s.mask, 8) && is_aligned(s.advantages, 16) && is_aligned(s.returns, 16);
+  board.tile_steps = static_cast<Message*>(doubles.mutable_data_ptr());
+  board.group_steps = board.tile_steps + lambdas * tiles;
+  board.stray = reinterpret_cast<unsigned long long*>(board.tile_steps + messages), board.faults = board.stray + 1;
+  board.tickets = reinterpret_cast<int*>(board.stray + 2), board.done = board.tickets + 1;
+  board.sums = reinterpret_cast<Sums*>(board.stray + 4);
+  STD_CUDA_CHECK(cudaMemsetAsync(board.tile_steps, 0xff, cleared, stream));
+  bool aligned = is_aligned(s.mask, 16) && is_aligned(s.advantages, 16) && is_aligned(s.returns, 16);
   for (const void* one : {s.rewards, s.values, s.kl, s.ref}) aligned = aligned && is_aligned(one, 16);
-  const bool two = s.two || s.lams || s.critic_lams;
-  if (s.half && two) launch<__nv_bfloat16, 2>(s, board, tiles, aligned, stream);
-  else if (s.half) launch<__nv_bfloat16, 1>(s, board, tiles, aligned, stream);
-  else if (two) launch<float, 2>(s, board, tiles, aligned, stream);
-  else launch<float, 1>(s, board, tiles, aligned, stream);
+  const int device = rewards.get_device_index();
+  if (s.half && two) launch<__nv_bfloat16, 2>(s, board, tiles, aligned, stream, device);
+  else if (s.half) launch<__nv_bfloat16, 1>(s, board, tiles, aligned, stream, device);
+  else if (two) launch<float, 2>(s, board, tiles, aligned, stream, device);
+  else launch<float, 1>(s, board, tiles, aligned, stream, device);
   return p.results();
+}
+
+// Four tokens as float32, 0 from `valid` on. fast: all are there, and aligned.
+__device__ float4 load_four(const float* from, bool fast, int64_t valid) {
+  if (fast) return __ldg(reinterpret_cast<const float4*>(from));
+  return {from[0], valid > 1 ? from[1] : 0.0f, valid > 2 ? from[2] : 0.0f, valid > 3 ? from[3] : 0.0f};
+}
+
+__device__ float4 load_four(const uint16_t* from, bool fast, int64_t valid) {
+  ushort4 halves;
+  if (fast) halves = __ldg(reinterpret_cast<const ushort4*>(from));
+  else halves = {from[0], valid > 1 ? from[1] : uint16_t{0}, valid > 2 ? from[2] : uint16_t{0},
+                 valid > 3 ? from[3] : uint16_t{0}};
+  const auto widen = [](unsigned short half) { return __uint_as_float(static_cast<unsigned>(half) << 16); };
+  return {widen(halves.x), widen(halves.y), widen(halves.z), widen(halves.w)};
 }
 
 template <class T>
 __global__ void whiten_kernel(const Scan s, const double* mean_std, const bool shift_mean, const bool aligned,
-                              const void* values, float* to) {
-  const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kVec;
-  const int64_t valid = s.tokens - at;
+                              const T* values, float* to) {
+  const int64_t at = (static_cast<int64_t>(blockIdx.x) * kWalkers + threadIdx.x) * 4, valid = s.tokens - at;
   if (valid <= 0) return;
-  const bool fast = aligned && valid >= kVec;
-  float row[kVec], whitened[kVec];
-  load<T>(values, at, fast, valid, row);
-  const unsigned mask = load_mask(s.mask + at, fast, valid);
-  const double mean = __ldg(mean_std), scale = __ldg(mean_std + 1) + 1e-8, back = shift_mean ? 0.0 : mean;
+  const bool fast = aligned && valid >= 4;
+  const float4 row = load_four(values + at, fast, valid);
+  uchar4 mask;
+  if (fast) mask = __ldg(reinterpret_cast<const uchar4*>(s.mask + at));
+  else mask = {s.mask[at], valid > 1 ? s.mask[at + 1] : uint8_t{0}, valid > 2 ? s.mask[at + 2] : uint8_t{0},
+               valid > 3 ? s.mask[at + 3] : uint8_t{0}};
+  const double mean = __ldg(mean_std), scale = 1.0 / (__ldg(mean_std + 1) + 1e-8), back = shift_mean ? 0.0 : mean;
   int64_t sequence = s.kept ? sequence_of(s, at, 0, s.sequences - 1) : 0;
-#pragma unroll
-  for (int i = 0; i < kVec; i++) {
-    while (s.kept && sequence < s.sequences - 1 && s.first(sequence + 1) <= at + i) sequence++;
-    const bool counted = (mask >> i & 1) && (!s.kept || __ldg(s.kept + sequence));
-    whitened[i] = counted ? static_cast<float>((static_cast<double>(row[i]) - mean) / scale + back) : 0.0f;
-  }
-  store(to + at, fast, valid, whitened);
+  const auto whitened = [&](float value, bool trained, int64_t token) {
+    while (s.kept && sequence < s.sequences - 1 && s.first(sequence + 1) <= token) sequence++;
+    const bool counted = trained && (!s.kept || __ldg(s.kept + sequence));
+    return counted ? static_cast<float>((static_cast<double>(value) - mean) * scale + back) : 0.0f;
+  };
+  const float results[4] = {whitened(row.x, mask.x, at), whitened(row.y, mask.y, at + 1),
+                            whitened(row.z, mask.z, at + 2), whitened(row.w, mask.w, at + 3)};
+  if (fast) *reinterpret_cast<float4*>(to + at) = {results[0], results[1], results[2], results[3]};
+  for (int i = 0; !fast && i < 4 && i < valid; i++) to[at + i] = results[i];
 }
 
 Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor kept, Tensor mean_std, bool shift_mean) {
@@ -497,15 +507,17 @@ Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor ke
   s.sequences = s.cu ? cu->numel() - 1 : values.size(0), s.length = s.cu ? 0 : values.size(1);
   s.mask = static_cast<const uint8_t*>(masks.const_data_ptr());
   if (s.tokens == 0) return whitened;
-  const auto grid = static_cast<unsigned>((s.tokens + kThreads * kVec - 1) / (kThreads * kVec));
+  const auto grid = static_cast<unsigned>((s.tokens + 4 * kWalkers - 1) / (4 * kWalkers));
   float* to = static_cast<float*>(whitened.mutable_data_ptr());
-  const void* data_from = from.const_data_ptr();
+  const void* at = from.const_data_ptr();
   const auto* moments = static_cast<const double*>(pair.const_data_ptr());
-  const bool aligned = is_aligned(data_from, 16) && is_aligned(s.mask, 8) && is_aligned(to, 16);
+  const bool aligned = is_aligned(at, 16) && is_aligned(s.mask, 4) && is_aligned(to, 16);
   const cudaStream_t stream = current_stream(values);
+  const auto* floats = static_cast<const float*>(at);
+  const auto* halves = static_cast<const uint16_t*>(at);
   if (values.scalar_type() == ScalarType::Float)
-    whiten_kernel<float><<<grid, kThreads, 0, stream>>>(s, moments, shift_mean, aligned, data_from, to);
-  else whiten_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(s, moments, shift_mean, aligned, data_from, to);
+    whiten_kernel<float><<<grid, kWalkers, 0, stream>>>(s, moments, shift_mean, aligned, floats, to);
+  else whiten_kernel<uint16_t><<<grid, kWalkers, 0, stream>>>(s, moments, shift_mean, aligned, halves, to);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return whitened;
 }
@@ -514,7 +526,7 @@ Tensor whiten(Tensor values, Tensor mask, MaybeTensor cu_seqlens, MaybeTensor ke
 __global__ void groups_kernel(const int64_t* ids, const int64_t* order, const double* returns, int64_t n, int64_t kind,
                               double* advantages, double* means, double* stds) {
   const int lane = threadIdx.x % 32;
-  const int64_t base = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32 * 32, place = base + lane;
+  const int64_t base = (static_cast<int64_t>(blockIdx.x) * kWalkers + threadIdx.x) / 32 * 32, place = base + lane;
   unsigned heads = __ballot_sync(kAll, place < n && (place == 0 || ids[place] != ids[place - 1]));
   for (; heads; heads &= heads - 1) {
     const int64_t begin = base + __ffs(heads) - 1, id = ids[begin];
@@ -557,8 +569,8 @@ std::tuple<Tensor, Tensor, Tensor> group_advantages(Tensor returns, Tensor group
   Tensor stds = torch::stable::empty_like(from);
   const int64_t n = returns.numel();
   if (n == 0) return {advantages, means, stds};
-  const auto grid = static_cast<unsigned>((n + kThreads - 1) / kThreads);
-  groups_kernel<<<grid, kThreads, 0, current_stream(returns)>>>(
+  const auto grid = static_cast<unsigned>((n + kWalkers - 1) / kWalkers);
+  groups_kernel<<<grid, kWalkers, 0, current_stream(returns)>>>(
       static_cast<const int64_t*>(ids.const_data_ptr()), static_cast<const int64_t*>(order.const_data_ptr()),
       static_cast<const double*>(from.const_data_ptr()), n, kind, static_cast<double*>(advantages.mutable_data_ptr()),
       static_cast<double*>(means.mutable_data_ptr()), static_cast<double*>(stds.mutable_data_ptr()));

@@ -14,7 +14,7 @@ from tests.helpers.kernels import require_kernels
 from tests.helpers.scans import Case, assert_close, random_case, slow_scan
 
 pytestmark = pytest.mark.gpu
-TILE = 4096
+TILE = 3584
 """Tokens of a block; 32 blocks are a group, and a warp looks at 32 groups at a time."""
 
 
