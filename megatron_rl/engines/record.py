@@ -25,6 +25,8 @@ class Engine:
     makes tokens and log-probabilities up: it stands in for one in tests."""
     package: str | None = None
     """The Python package that it needs beside torch and transformers."""
+    imports: tuple[str, ...] = ()
+    """Modules that building it imports and that take seconds: a rank imports them before, as a phase of the start."""
     multi_rank: bool = False
     """One engine can span several ranks (rollout.tp)."""
     deals_experts: bool = False

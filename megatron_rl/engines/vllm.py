@@ -97,6 +97,7 @@ ENGINE = Engine(
     implementation="megatron_rl.rollout.vllm_engine:VllmEngine",
     parameters="fused",
     package="vllm",
+    imports=("vllm", "vllm.entrypoints.llm", "vllm.v1.worker.gpu_model_runner"),
     multi_rank=True,
     deals_experts=True,
     returns_experts=True,

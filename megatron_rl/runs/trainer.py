@@ -13,6 +13,7 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.errors import BrokenCheckpoint
 from megatron_rl.flow.run import During, PartialRun
 from megatron_rl.messages import first_of
+from megatron_rl.observe.start_times import WORKERS, StartTimes, start_line, start_metrics, with_ranks
 from megatron_rl.runs.closing import failure_of
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.metrics import Metrics, StepSummary, readers, time_metrics, wall_seconds
@@ -69,6 +70,9 @@ class Trainer:
         self._sources = tuple(self.flow.sources)
         self._workers: Workers | None = None
         self._notes: list[str] = []
+        self._start_seconds: dict[str, float] = {}
+        self._first_metrics: dict[str, float] = {}
+        """What the first step after the start reports beside its own."""
 
     def start(self, checkpoint: Checkpoint | None = None) -> Trainer:
         """Read data, start reward processes and workers, and give the engines their first weights: those of a
@@ -78,36 +82,48 @@ class Trainer:
         one of them fails.
         """
         parts, cfg = self.parts, self.cfg
-        renderer = Renderer.from_config(cfg.model, cfg.data)
-        parts.data.read(renderer)
-        if cfg.samples_prompts:
-            parts.prompts.read(renderer)
+        times = StartTimes()
+        with times.phase("data"):
+            renderer = Renderer.from_config(cfg.model, cfg.data)
+            parts.data.read(renderer)
+            if cfg.samples_prompts:
+                parts.prompts.read(renderer)
         try:
             if cfg.has_rewards:
-                parts.rewards.start()
-                parts.rewards.preflight([prompt for one in parts.prompts.sets.values() for prompt in one.items])
-            steps = parts.data.total_steps
-            # While a critic warms up the actor rests.
-            warmup = cfg.trainer.critic_warmup if cfg.needs.critic else 0
-            workers = self._workers = start_workers(
-                cfg,
-                (steps - warmup) * cfg.updates_per_step,
-                with_engine=cfg.has_engine,
-                critic_optimizer_steps=steps * cfg.critic_updates_per_step if cfg.needs.critic else None,
-            )
+                with times.phase("rewards"):
+                    parts.rewards.start()
+                    parts.rewards.preflight([prompt for one in parts.prompts.sets.values() for prompt in one.items])
+            with times.phase(WORKERS):
+                workers = self._workers = self._start_workers()
             parts.models.start(workers.train)
             if checkpoint is not None:
-                self._notes = load_models(workers.train, checkpoint)
+                with times.phase("checkpoint"):
+                    self._notes = load_models(workers.train, checkpoint)
             if cfg.has_rewards:
-                parts.rewards.start_models()
+                with times.phase("reward models"):
+                    parts.rewards.start_models()
             if cfg.has_engine:
-                parts.sampler.start(workers.engines, renderer)
+                with times.phase("first sync"):
+                    parts.sampler.start(workers.engines, renderer)
+            self._start_seconds = with_ranks(times.seconds, workers.train.all(TrainWorker.start_seconds))
+            self._first_metrics = start_metrics(self._start_seconds)
         except BaseException as error:
             further = failure_of(self.close)
             if further is not None:
                 error.add_note(f"what was started could not be closed either: {further}")
             raise
         return self
+
+    def _start_workers(self) -> Workers:
+        cfg, steps = self.cfg, self.parts.data.total_steps
+        # While a critic warms up the actor rests.
+        warmup = cfg.trainer.critic_warmup if cfg.needs.critic else 0
+        return start_workers(
+            cfg,
+            (steps - warmup) * cfg.updates_per_step,
+            with_engine=cfg.has_engine,
+            critic_optimizer_steps=steps * cfg.critic_updates_per_step if cfg.needs.critic else None,
+        )
 
     # The three verbs of a step.
 
@@ -142,6 +158,8 @@ class Trainer:
                 summary = result
             elif isinstance(result, dict):
                 metrics |= result
+        metrics |= self._first_metrics
+        self._first_metrics = {}
         if not self.cfg.needs.rollouts:
             seconds = wall_seconds(end.timings)
             metrics |= {"time/step": seconds, "perf/tokens_per_s": summary.num_tokens / seconds}
@@ -185,7 +203,7 @@ class Trainer:
         if self.cfg.model.lora.rank:
             of_ranks = self.parts.models.group.all(TrainWorker.bound_layers, "actor")
             lines += adapter_lines(self.cfg, sorted({name for of_rank in of_ranks for name in of_rank}))
-        return [*lines, *self._notes]
+        return [*lines, *self._notes, start_line(self._start_seconds)]
 
     def validate(self, step: int) -> Validation:
         """Every validation row once (contract R4)."""

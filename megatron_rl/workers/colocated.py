@@ -25,7 +25,7 @@ from megatron_rl.reshard.execute import Transfer
 from megatron_rl.reshard.plan import make_plan
 from megatron_rl.reshard.publisher import FullPublisher, ReshardPublisher, WeightPublisher
 from megatron_rl.reshard.shards import EngineLayout, engine_shards, trainer_shards, whole_shards
-from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, make_engine
+from megatron_rl.rollout.engine import EnginePart, EngineSettings, RolloutEngine, import_engine, make_engine
 from megatron_rl.weights.companions import model_folder
 from megatron_rl.weights.dtypes import DTYPES
 from megatron_rl.workers.engine import EngineWorker, no_texts
@@ -72,7 +72,10 @@ class ColocatedWorker:
         memory.enter("generate")
         actor, dtype = self.train.trained["actor"], DTYPES[cfg.rollout.dtype or cfg.model.dtype]
         layout = engine_layout(cfg, engine.order)
-        built, publisher = start_engine(cfg, actor, memory, layout, device=plan.device, rank=rank)
+        with self.train.times.phase("engine imports"):
+            import_engine(cfg.engine)
+        with self.train.times.phase("engine"):
+            built, publisher = start_engine(cfg, actor, memory, layout, device=plan.device, rank=rank)
         # One rank answers for an engine.
         is_head = layout.ranks.index(rank) % layout.tp == 0
         decode = Renderer.from_config(cfg.model, cfg.data).response_texts if is_head else no_texts

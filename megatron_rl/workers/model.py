@@ -22,6 +22,7 @@ from megatron_rl.mcore.saving import save_plan, saved_tensors
 from megatron_rl.mcore.step import forward, forward_columns, optimizer_step
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.flops import training_flops
+from megatron_rl.observe.start_times import StartTimes
 from megatron_rl.types import StepReport, TrainBatch
 from megatron_rl.weights.heads import VALUE_HEAD, ValueHeadSource
 from megatron_rl.weights.peft_files import AdapterFile, NewAdapters
@@ -31,17 +32,18 @@ from megatron_rl.workers.objectives import Objective
 from megatron_rl.workers.records import Read, RolePlan, SavedForm
 
 
-def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device) -> Model:
+def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device, times: StartTimes) -> Model:
     """The model of a plan on this rank, its weights read or drawn. Raises CheckpointError as mcore.convert.load_hf."""
-    model = build_model(
-        plan.shape,
-        plan.parallel,
-        cfg.model.dtype,
-        device,
-        lm_head=plan.lm_head,
-        value_head=plan.value_head,
-        head_biased=plan.head_biased,
-    )
+    with times.phase("model"):
+        model = build_model(
+            plan.shape,
+            plan.parallel,
+            cfg.model.dtype,
+            device,
+            lm_head=plan.lm_head,
+            value_head=plan.value_head,
+            head_biased=plan.head_biased,
+        )
 
     def open_source() -> WeightSource:
         source: WeightSource
@@ -55,12 +57,13 @@ def load_model(plan: RolePlan, cfg: RunConfig, device: torch.device) -> Model:
             source = ValueHeadSource(source, plan.stored_head, unused)
         return source
 
-    load_hf(model, open_source)
-    if plan.adapters is None:
-        return model
-    model = attach(model, plan.adapters, cfg.trainer.seed)
-    folder = plan.adapters_from
-    load_hf(model, lambda: NewAdapters(cfg.trainer.seed) if folder is None else AdapterFile(folder), "adapters")
+    with times.phase("weights"):
+        load_hf(model, open_source)
+        if plan.adapters is None:
+            return model
+        model = attach(model, plan.adapters, cfg.trainer.seed)
+        folder = plan.adapters_from
+        load_hf(model, lambda: NewAdapters(cfg.trainer.seed) if folder is None else AdapterFile(folder), "adapters")
     return model
 
 
@@ -69,16 +72,17 @@ def read_columns(model: Model, read: Read, micros: Sequence[TrainBatch]) -> list
     return forward_columns(model, micros, columns_reader(model, read.columns, read.temperature))
 
 
-def build_frozen(plan: RolePlan, cfg: RunConfig, device: torch.device) -> FrozenModel:
+def build_frozen(plan: RolePlan, cfg: RunConfig, device: torch.device, times: StartTimes) -> FrozenModel:
     """The model of a plan without training; errors as load_model."""
-    return FrozenModel(load_model(plan, cfg, device))
+    return FrozenModel(load_model(plan, cfg, device, times))
 
 
-def build_trained(plan: RolePlan, cfg: RunConfig, device: torch.device) -> TrainedModel:
+def build_trained(plan: RolePlan, cfg: RunConfig, device: torch.device, times: StartTimes) -> TrainedModel:
     """The model of a plan with training, wrapped for it; errors as load_model."""
     assert plan.training is not None, "a frozen model's plan"
-    trainable = make_trainable(load_model(plan, cfg, device), plan.training.optim, plan.optimizer_steps)
-    return TrainedModel(trainable, plan.offloaded)
+    model = load_model(plan, cfg, device, times)
+    with times.phase("optimizer"):
+        return TrainedModel(make_trainable(model, plan.training.optim, plan.optimizer_steps), plan.offloaded)
 
 
 class FrozenModel:

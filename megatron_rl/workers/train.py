@@ -16,6 +16,7 @@ from megatron_rl.data.batching import MicroBatches
 from megatron_rl.errors import FlowError
 from megatron_rl.mcore import cpu
 from megatron_rl.observe.log import quiet_libraries, setup_logging
+from megatron_rl.observe.start_times import StartTimes
 from megatron_rl.parallel.collectives import adder
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.types import Column, FileMark
@@ -48,19 +49,22 @@ class TrainWorker:
         self._rank, self._cfg, self._plan = rank, cfg, plan
         self._memory = memory or RankMemory()
         self._trace: StepTrace | None = None
+        self.times = StartTimes()
         if plan.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         cpu.install()
-        # Megatron's modules are imported after the shim and after the environment is set.
-        from megatron_rl.parallel import groups
-        from megatron_rl.workers.checkpoint import StateFiles
-        from megatron_rl.workers.model import BaseModel, build_frozen, build_trained
-        from megatron_rl.workers.model_save import ModelFiles
+        with self.times.phase("imports"):
+            # Megatron's modules are imported after the shim and after the environment is set.
+            from megatron_rl.parallel import groups
+            from megatron_rl.workers.checkpoint import StateFiles
+            from megatron_rl.workers.model import BaseModel, build_frozen, build_trained
+            from megatron_rl.workers.model_save import ModelFiles
 
         layout = plan.roles["actor"].parallel
-        # Later than the controller's deadline, which names the ranks that others wait for.
-        groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s + groups.AFTER_DEADLINE_S)
-        groups.init_model_parallel(topology_of(layout, world), layout.vpp)
+        with self.times.phase("process groups"):
+            # Later than the controller's deadline, which names the ranks that others wait for.
+            groups.init_process_group(rank, world, plan.device, cfg.cluster.step_timeout_s + groups.AFTER_DEADLINE_S)
+            groups.init_model_parallel(topology_of(layout, world), layout.vpp)
         device = torch.device("cpu")
         if plan.device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -74,12 +78,16 @@ class TrainWorker:
                 self.frozen[role] = BaseModel(self.trained[of_role.base_of])
                 continue
             if of_role.training is None:
-                self.frozen[role] = build_frozen(of_role, cfg, device)
+                self.frozen[role] = build_frozen(of_role, cfg, device, self.times)
                 continue
-            self.trained[role] = build_trained(of_role, cfg, device)
+            self.trained[role] = build_trained(of_role, cfg, device, self.times)
             self._memory.add_model(role, self.trained[role].memory)
             # The next model, or an engine, is built in the memory that this one gives up.
             self._memory.enter("between")
+
+    def start_seconds(self) -> dict[str, float]:
+        """What building this rank's worker took: phase -> seconds. No collective."""
+        return self.times.seconds
 
     def enter(self, phase: PhaseName, role: Role | None = None) -> None:
         """Bring the memory of this process where the phase has it."""
