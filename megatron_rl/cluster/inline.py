@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.cluster import stop
 from megatron_rl.cluster.backend import Answer, close_worker, timed_call
+from megatron_rl.cluster.caches import compile_caches
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import free_port, rank_environment, worker_environment
 from megatron_rl.cluster.resources import Device
@@ -25,6 +26,7 @@ class InlineBackend:
         """Set the rank's environment variables, which `close` takes back, and build worker_cls(0, 1, *worker_args)."""
         own = worker_environment(cluster, device, os.environ)
         own |= rank_environment(0, 1, 0, 1, "127.0.0.1", free_port())
+        own |= compile_caches(cluster.cache_dir, os.environ)
         self._before = {name: os.environ.get(name) for name in own}
         os.environ.update(own)
         self._worker: Any = None

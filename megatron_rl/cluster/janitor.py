@@ -57,11 +57,7 @@ class _Janitor:
         finally:
             os.close(read)
         self._pipe = write
-        # Compiled code is for later runs as well, so it is no temporary file.
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        compiled = os.path.join(caches, "torchinductor")
         own = {MARK: mark, "TMPDIR": str(self.folder)}
-        own |= {} if "TORCHINDUCTOR_CACHE_DIR" in os.environ else {"TORCHINDUCTOR_CACHE_DIR": compiled}
         self._before = {name: os.environ.get(name) for name in own}
         os.environ.update(own)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.cluster import ray_runtime
 from megatron_rl.cluster.backend import Answer, close_worker, timed_call
+from megatron_rl.cluster.caches import compile_caches
 from megatron_rl.cluster.dispatch import Call
 from megatron_rl.cluster.environment import accept_read_only_tensors, held_port
 from megatron_rl.cluster.rank_errors import named_error
@@ -78,12 +79,14 @@ class RankHost:
             oom_file=oom_file(),
         )
 
-    def prepare(self, environment: Mapping[str, str], folder: str | None) -> None:
+    def prepare(self, environment: Mapping[str, str], folder: str | None, cache_dir: str | None) -> None:
         """Set the rank's variables and go to the controller's working folder, so that relative paths mean the same.
 
-        folder: None if Ray has given every process its own copy of that folder.
+        folder: None if Ray has given every process its own copy of that folder. cache_dir: cluster.cache_dir.
         """
         os.environ.update(environment)
+        # On the node itself: homes of users may differ from node to node.
+        os.environ.update(compile_caches(cache_dir, os.environ, folder))
         accept_read_only_tensors()
         # A terminal's Ctrl-C reaches every process; it is the controller that ends the ranks, once they have saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -185,7 +185,8 @@ class RayBackend:
             logger.info("ranks of %s\n%s", self._name, self._table())
         own = self._rank_environments(device)
         folder = None if in_copied_folder(os.environ) else os.getcwd()
-        on_all("prepare", lambda rank: self._actors[rank].prepare.remote(own[rank], folder))
+        cache_dir = self._cluster.cache_dir
+        on_all("prepare", lambda rank: self._actors[rank].prepare.remote(own[rank], folder, cache_dir))
         if check is not None:
             check_nodes(check, self._ranks(device), self._ask)
         args = ray.put(tuple(worker_args))

@@ -31,6 +31,9 @@ class ClusterConfig:
     """Port of the local Ray head node; a free one if unset. A port in use is an error."""
     num_cpus_per_rank: PositiveFloat = 1.0
     """CPU cores that Ray reserves per rank."""
+    cache_dir: str | None = None
+    """Folder on each node for kernels and graphs that ranks compile, kept for later runs; may begin with ~. If unset:
+    megatron_rl in $XDG_CACHE_HOME, or in ~/.cache. Variables of libraries, such as VLLM_CACHE_ROOT, go before it."""
     check_links: bool | None = None
     """Whether ranks measure the speed of their links before workers are built (some seconds; not on the inline
     backend). Unset: where nnodes is above 1."""
