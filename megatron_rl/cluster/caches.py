@@ -18,8 +18,8 @@ in them, and what it has found out about models."""
 
 
 def compile_caches(cache_dir: str | None, environ: Mapping[str, str], folder: str | None = None) -> dict[str, str]:
-    """The variables of FOLDERS that have no value in `environ`, of a rank on this node. They are read when the libraries
-    are imported or used, and must be set before.
+    """The variables of FOLDERS that have no value in `environ`, of a rank on this node. They must be set before the
+    libraries are imported.
 
     cache_dir: cluster.cache_dir. folder: what a relative one is taken from; None: the working folder.
     """

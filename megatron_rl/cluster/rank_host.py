@@ -5,6 +5,7 @@ This module imports nothing heavy, so that environment variables are in place be
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from megatron_rl.cluster.rank_errors import named_error
 from megatron_rl.cluster.watch import Watch, Watchdog
 from megatron_rl.cluster.watch_probe import oom_file, oom_kills
 from megatron_rl.errors import ClusterError
+from megatron_rl.observe.garbage import leave_out_what_is_there
 
 _LOOK_S = 1.0
 
@@ -50,6 +52,8 @@ class RankHost:
     """One rank. Ray runs its methods one after the other in the process's main thread."""
 
     def __init__(self) -> None:
+        # Until `start`, whose arguments bring torch's modules with them: see observe.garbage.no_collections.
+        gc.disable()
         self._worker: Any = None
         self._held = held_port()
         self._watchdog: Watchdog | None = None
@@ -105,6 +109,7 @@ class RankHost:
 
     def start(self, watch: Watch, key: str, worker_cls: type, rank: int, world: int, args: Sequence[Any]) -> None:
         """Build the worker. key: where Signs are kept for the controller."""
+        gc.enable()
         self._rank, file = rank, oom_file()
         self._watchdog = Watchdog(lambda text: ray_runtime.keep(key, text), lambda: oom_kills(file))
         with self._watchdog.watching(watch, "__init__"):
@@ -113,6 +118,7 @@ class RankHost:
             except BaseException as error:
                 raise named_error(error, rank, "__init__") from error
         self._held.close()
+        leave_out_what_is_there()
 
     def call(self, watch: Watch, method: str, call: Call, keep: bool) -> Answer:
         assert self._watchdog is not None, "a call before the start"

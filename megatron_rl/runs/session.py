@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.models.changes import OVERRIDE, describe_changes
 from megatron_rl.models.config_json import read_config
 from megatron_rl.observe.curves import plot_curves
+from megatron_rl.observe.garbage import leave_out_what_is_there
 from megatron_rl.observe.log import set_step, setup_logging
 from megatron_rl.observe.run_status import LastCheckpoint, StatusWriter
 from megatron_rl.observe.progress import Progress
@@ -207,8 +207,7 @@ class _Life(Generic[StepT]):
     def train(self) -> None:
         """All steps. The folder begins to be this run's after the first validation, the last work that may refuse."""
         # A collection of everything that the imports have left takes half a second, in the middle of some step.
-        gc.collect()
-        gc.freeze()
+        leave_out_what_is_there()
         total = self._trainer.total_steps
         self._static = self._facts()
         try:

@@ -13,9 +13,10 @@ from megatron_rl.data.render import Renderer
 from megatron_rl.errors import BrokenCheckpoint
 from megatron_rl.flow.run import During, PartialRun
 from megatron_rl.messages import first_of
+from megatron_rl.observe.garbage import no_collections
 from megatron_rl.observe.start_times import WORKERS, StartTimes, start_line, start_metrics, with_ranks
-from megatron_rl.runs.closing import failure_of
 from megatron_rl.runs.checkpoints import Checkpoint
+from megatron_rl.runs.closing import failure_of
 from megatron_rl.runs.metrics import Metrics, StepSummary, readers, time_metrics, wall_seconds
 from megatron_rl.runs.state import Stateful, stateful_parts
 from megatron_rl.runs.summary import adapter_lines, summary_lines
@@ -84,7 +85,9 @@ class Trainer:
         parts, cfg = self.parts, self.cfg
         times = StartTimes()
         with times.phase("data"):
-            renderer = Renderer.from_config(cfg.model, cfg.data)
+            # It imports transformers.
+            with no_collections():
+                renderer = Renderer.from_config(cfg.model, cfg.data)
             parts.data.read(renderer)
             if cfg.samples_prompts:
                 parts.prompts.read(renderer)

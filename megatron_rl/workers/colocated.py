@@ -17,6 +17,7 @@ from megatron_rl.models.engine import live_params
 from megatron_rl.models.lora import adapted_weights
 from megatron_rl.models.rules import constants
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.observe.garbage import collections_of_new_objects, no_collections
 from megatron_rl.parallel.p2p import P2PGroup
 from megatron_rl.parallel.topology import topology_of
 from megatron_rl.reshard.adapters import AdapterPublisher, AdapterReceiver, Merging
@@ -72,9 +73,9 @@ class ColocatedWorker:
         memory.enter("generate")
         actor, dtype = self.train.trained["actor"], DTYPES[cfg.rollout.dtype or cfg.model.dtype]
         layout = engine_layout(cfg, engine.order)
-        with self.train.times.phase("engine imports"):
+        with self.train.times.phase("engine imports"), no_collections():
             import_engine(cfg.engine)
-        with self.train.times.phase("engine"):
+        with self.train.times.phase("engine"), collections_of_new_objects():
             built, publisher = start_engine(cfg, actor, memory, layout, device=plan.device, rank=rank)
         # One rank answers for an engine.
         is_head = layout.ranks.index(rank) % layout.tp == 0

@@ -15,6 +15,7 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.data.batching import MicroBatches
 from megatron_rl.errors import FlowError
 from megatron_rl.mcore import cpu
+from megatron_rl.observe.garbage import no_collections
 from megatron_rl.observe.log import quiet_libraries, setup_logging
 from megatron_rl.observe.start_times import StartTimes
 from megatron_rl.parallel.collectives import adder
@@ -53,7 +54,7 @@ class TrainWorker:
         if plan.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         cpu.install()
-        with self.times.phase("imports"):
+        with self.times.phase("imports"), no_collections():
             # Megatron's modules are imported after the shim and after the environment is set.
             from megatron_rl.parallel import groups
             from megatron_rl.workers.checkpoint import StateFiles
