@@ -54,6 +54,10 @@ def _redirect_devices() -> None:
 
         return build
 
+    # torch notes which functions make tensors when a device is a context for the first time. It must note its own ones:
+    # else `with torch.device("meta")` moves nothing, and transformers leaves RoPE's frequencies of a model unset.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     # param_and_grad_buffer, mappings, layers, p2p and the router use it as a device.

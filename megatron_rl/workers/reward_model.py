@@ -156,21 +156,7 @@ def _load(cfg: RewardModelConfig) -> PreTrainedModel:
         )
     bad = [name for name, tensor in model.state_dict().items() if not bool(torch.isfinite(tensor).all())]
     refuse_nonfinite({name: file_holding(cfg.path, name) for name in bad})
-    _recompute_rotations(model)
     return model.eval()
-
-
-def _recompute_rotations(model: torch.nn.Module) -> None:
-    """RoPE's frequencies are in no file. Beside an actor in one process transformers left them unset, without a word:
-    the scores were those of a model that knows no positions.
-    """
-    for module in model.modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        if "inv_freq" not in buffers or "original_inv_freq" not in buffers:
-            continue
-        computed = dict(type(module)(config=module.config).named_buffers(recurse=False))
-        for name in ("inv_freq", "original_inv_freq"):
-            buffers[name].copy_(computed[name])
 
 
 def same_rendering(policy: ModelConfig, data: DataConfig, model: RewardModelConfig) -> bool:
