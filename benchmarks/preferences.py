@@ -223,9 +223,11 @@ def measure_trl(
     )
     flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
     attention = "flash_attention_2" if flash else "sdpa"
-    policy = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(model), dtype=dtype, attn_implementation=attention
-    )
+    # On the device: a CPU would draw the numbers for longer than the steps take.
+    with torch.device(device):
+        policy = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model), dtype=dtype, attn_implementation=attention
+        )
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         args = DPOConfig(
@@ -279,24 +281,23 @@ def main() -> None:
     max_tokens = args.max_tokens or case.max_tokens
     pairs = draw_pairs(case, SHAPES[device]["vocab_size"])
     tokens = sum(pair.num_tokens for pair in pairs)
-    measured: dict[str, Measured] = {}
+    print(f"{len(pairs)} pairs, {tokens:,} tokens a step, at most {max_tokens:,} a micro-batch")
+    print(f"{'':<26}{'s a step':>9}{'tokens/s':>11}{'times':>8}{'memory':>11}{'loss':>9}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), device)
+        ours = in_fresh_memory(lambda: measure_ours(pairs, model, device, max_tokens, steps), device)
+        print(ours.line("ours", tokens, ours), flush=True)
         if importlib.util.find_spec("trl") is None:
             print("TRL cannot be imported: ours alone")
-        else:
-            kinds = {"TRL, float32 weights": torch.float32}
-            if device == "cuda":
-                kinds["TRL, bfloat16 weights"] = torch.bfloat16
-            for name, dtype in kinds.items():
-                measured[name] = in_fresh_memory(
-                    lambda dtype=dtype: measure_trl(pairs, model, device, max_tokens, steps, dtype), device
-                )
-        ours = in_fresh_memory(lambda: measure_ours(pairs, model, device, max_tokens, steps), device)
-    print(f"{len(pairs)} pairs, {tokens:,} tokens a step, at most {max_tokens:,} a micro-batch")
-    print(f"{'':<26}{'s a step':>9}{'tokens/s':>11}{'times':>8}{'memory':>11}{'loss':>9}")
-    for name, one in {"ours": ours, **measured}.items():
-        print(one.line(name, tokens, ours))
+            return
+        kinds = {"TRL, float32 weights": torch.float32}
+        if device == "cuda":
+            kinds["TRL, bfloat16 weights"] = torch.bfloat16
+        for name, dtype in kinds.items():
+            one = in_fresh_memory(
+                lambda dtype=dtype: measure_trl(pairs, model, device, max_tokens, steps, dtype), device
+            )
+            print(one.line(name, tokens, ours), flush=True)
 
 
 if __name__ == "__main__":
