@@ -139,8 +139,8 @@ class Ranks:
         if method == "train.batch.credit":
             facts: SequenceFacts = args[0]
             return CreditReport(facts.kept)
-        # The look for numbers that are not finite, and the mismatch.
-        if method in ("train.batch.not_finite", "train.batch.compare"):
+        # The look for numbers that are not finite, the mismatch, and what the start took.
+        if method in ("train.batch.not_finite", "train.batch.compare", "train.start_seconds"):
             return {}
         if method in ("train.batch.load", "train.forward", "train.save_state"):
             return None
