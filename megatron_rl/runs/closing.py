@@ -21,7 +21,9 @@ def closing(what: str, close: Callable[[], object]) -> Generator[None, None, Non
         raise
     failure = failure_of(close)
     if failure is not None:
-        logger.warning("%s could not be closed (%s: %s); what was done before stands", what, type(failure).__name__, failure)
+        logger.warning(
+            "%s could not be closed (%s: %s); what was done before stands", what, type(failure).__name__, failure
+        )
 
 
 def failure_of(work: Callable[[], object]) -> Exception | None:

@@ -26,7 +26,7 @@ class Patience:
     misses: int = 0
 
     def after(self, step: int, value: float, min_delta: float) -> Patience:
-        """With one more validation; one that is counted already changes nothing. NaN and infinity are no improvement."""
+        """With one more validation; one that is counted changes nothing. NaN and infinity are no improvement."""
         if step <= self.step:
             return self
         sign = 1.0 if self.mode == "max" else -1.0
@@ -37,7 +37,7 @@ class Patience:
 
 
 class EarlyStop:
-    """Counts the validations of a run. Its state is in each checkpoint, which is written before the step's validation."""
+    """Counts the validations of a run. Its state is in each checkpoint, written before the step's validation."""
 
     def __init__(self, cfg: EarlyStopConfig, saved: Mapping[str, Any] | None = None) -> None:
         """saved: the state that a checkpoint has. Of another metric or mode it means nothing, and counts begin anew."""
@@ -59,7 +59,11 @@ class EarlyStop:
         counts = self._counts
         if self._cfg.metric is None or counts.misses < self._cfg.patience:
             return ""
-        best = "never had a finite value" if counts.best is None else f"was best at step {counts.best_step} ({counts.best:.6g})"
+        best = (
+            "never had a finite value"
+            if counts.best is None
+            else f"was best at step {counts.best_step} ({counts.best:.6g})"
+        )
         since = f"the {counts.misses} validations since" if counts.best is not None else f"{counts.misses} validations"
         return f"{counts.metric} {best}, and {since} did not improve it (trainer.early_stop)"
 
@@ -73,7 +77,10 @@ def require_metrics(cfg: RunConfig, metrics: Mapping[str, float], of_validation:
 
     of_validation: the metrics are those of a validation, and not of a step.
     """
-    chosen = {"checkpoint.keep_best": cfg.checkpoint.keep_best, "trainer.early_stop.metric": cfg.trainer.early_stop.metric}
+    chosen = {
+        "checkpoint.keep_best": cfg.checkpoint.keep_best,
+        "trainer.early_stop.metric": cfg.trainer.early_stop.metric,
+    }
     names = sorted(name for name in metrics if not name.startswith(("time/", "perf/")))
     faults = [
         Fault(key, name, "the run does not measure it", f"use one of {', '.join(names)}")

@@ -30,7 +30,17 @@ from megatron_rl.observe.run_status import HALF_STATUS_FILE, STATUS_FILE
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-FILES = ("config.yaml", "run.json", STATUS_FILE, HALF_STATUS_FILE, "metrics.jsonl", "rollouts.jsonl", "curves.png", "wandb_id", "mlflow_id")
+FILES = (
+    "config.yaml",
+    "run.json",
+    STATUS_FILE,
+    HALF_STATUS_FILE,
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "curves.png",
+    "wandb_id",
+    "mlflow_id",
+)
 MODELS = ("final", "critic")
 """Folders of saved models; a step's are below STEP."""
 STEP = re.compile(r"global_step_\d+")
@@ -251,9 +261,9 @@ def _entries(path: Path) -> Iterator[Path]:
         elif name in LOGS:
             if not entry.is_dir() or _logs(entry):
                 yield entry
-        elif STEP.fullmatch(name) and (not entry.is_dir() or _step_models(entry)):
-            yield entry
-        elif name == CHECKPOINTS and (not entry.is_dir() or _checkpoints(entry)):
+        elif (STEP.fullmatch(name) and (not entry.is_dir() or _step_models(entry))) or (
+            name == CHECKPOINTS and (not entry.is_dir() or _checkpoints(entry))
+        ):
             yield entry
 
 

@@ -53,7 +53,9 @@ Loop: TypeAlias = Callable[[LoopTrainer[StepT], RolloutBuffer[StepT], RunState],
 
 
 @contextmanager
-def synchronous(trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState) -> Generator[OneStep, None, None]:
+def synchronous(
+    trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState
+) -> Generator[OneStep, None, None]:
     """Each step learns from what the newest weights have just sampled."""
 
     def one_step(step: int) -> StepResult:

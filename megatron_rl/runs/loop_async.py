@@ -20,7 +20,9 @@ from megatron_rl.runs.trainer import StepResult
 
 
 @contextmanager
-def asynchronous(trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState) -> Generator[OneStep, None, None]:
+def asynchronous(
+    trainer: LoopTrainer[StepT], buffer: RolloutBuffer[StepT], state: RunState
+) -> Generator[OneStep, None, None]:
     """Each step learns from what the producer has put into the buffer. Raises ConfigError for a staleness above 0."""
     if buffer.max_staleness > 0:
         reason = "learning from the samples of older weights is not offered yet"

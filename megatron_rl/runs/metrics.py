@@ -18,8 +18,8 @@ from megatron_rl.data.preferences import PreferenceRow
 from megatron_rl.flow import Node, node
 from megatron_rl.flow.run import Timings
 from megatron_rl.learning.batch import Batch
-from megatron_rl.learning.preferences import LoadedRows
 from megatron_rl.learning.nonfinite import NonFiniteGuard
+from megatron_rl.learning.preferences import LoadedRows
 from megatron_rl.rewards.base import RewardResult
 from megatron_rl.runs.validation import SampleRow, sample_row
 from megatron_rl.trainers.parts import Parts
@@ -192,7 +192,7 @@ def batch_summary(batch: Batch) -> StepSummary:
 
 
 def readers(parts: Parts) -> list[Node]:
-    """The functions that read the values of a step: its metrics and its summary. Checked against the flow when built."""
+    """What reads the values of a step: its metrics and its summary. Checked against the flow when built."""
     needs, guard = parts.cfg.needs, parts.models.guard
     if needs.preferences:
         return [node(preference_summary), node(preference_metrics, parts)]

@@ -43,7 +43,7 @@ class Restarts:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """say: takes a line for a reader. nodes_are_there: waits for the run's nodes; ClusterError if they stay away."""
+        """say: takes a line for a reader. nodes_are_there: waits for the nodes; ClusterError if they stay away."""
         self._cfg, self._say, self._nodes_are_there = cfg, say, nodes_are_there
         self._sleep, self._clock = sleep, clock
         self._last_step_at = clock()
@@ -64,7 +64,8 @@ class Restarts:
         wait_s = back_off_s(self._cfg.restart_wait_s, self.count)
         head, *more = str(error).splitlines() or [""]
         self._say(
-            f"restart {self.count} of {self._cfg.max_restarts} in {wait_s:g} s; the cause: {type(error).__name__}: {head}"
+            f"restart {self.count} of {self._cfg.max_restarts} in {wait_s:g} s; the cause: "
+            f"{type(error).__name__}: {head}"
         )
         for line in more:
             logger.warning("%s", line)
@@ -87,8 +88,9 @@ class Restarts:
         now = self._clock()
         if self._fault_at is not None:
             self._say(
-                f"restart {self.count} of {self._cfg.max_restarts}: step {step} is complete, {now - self._fault_at:.1f} s "
-                f"after the fault was named and {now - self._last_step_at:.1f} s after the last complete step"
+                f"restart {self.count} of {self._cfg.max_restarts}: step {step} is complete, "
+                f"{now - self._fault_at:.1f} s after the fault was named and {now - self._last_step_at:.1f} s after "
+                "the last complete step"
             )
             self._fault_at = None
         self._last_step_at = now

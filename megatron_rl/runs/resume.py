@@ -137,7 +137,9 @@ def _in_own_folder(cfg: RunConfig, broken: Mapping[Path, str] | None) -> Start:
     there = newest(folder, broken)
     if there.checkpoint is None:
         reasons = "; ".join(there.passed_over) or "it has none"
-        return Start(cfg, why_not=f"without a complete checkpoint to go on from ({reasons})" if holds_run(folder) else "")
+        return Start(
+            cfg, why_not=f"without a complete checkpoint to go on from ({reasons})" if holds_run(folder) else ""
+        )
     checkpoint = there.checkpoint
     if _is_over(cfg, checkpoint, folder):
         total = _total(cfg, checkpoint)
@@ -168,7 +170,9 @@ def checkpoint_at(path: str) -> Checkpoint:
     there = _newest_at(Path(path), {})
     if there.checkpoint is None:
         reason = "; ".join(there.passed_over) or "it is neither a checkpoint nor a run with one"
-        raise CheckpointError(f"--checkpoint {path!r}: {reason} -- give RUN/checkpoints/step_... or the folder of a run")
+        raise CheckpointError(
+            f"--checkpoint {path!r}: {reason} -- give RUN/checkpoints/step_... or the folder of a run"
+        )
     return there.checkpoint
 
 

@@ -16,15 +16,24 @@ from megatron_rl.config.checks.folders import ROOT_KEY
 from megatron_rl.config.checks.model import read_actor_shape
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tables import batch_table, format_table, layout_table
-from megatron_rl.errors import BrokenCheckpoint, ClusterError, ConfigError, DataError, Fault, MegatronRLError, MissingDependency, P2PError
+from megatron_rl.errors import (
+    BrokenCheckpoint,
+    ClusterError,
+    ConfigError,
+    DataError,
+    Fault,
+    MegatronRLError,
+    MissingDependency,
+    P2PError,
+)
 from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.models.changes import OVERRIDE, describe_changes
 from megatron_rl.models.config_json import read_config
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.garbage import leave_out_what_is_there
 from megatron_rl.observe.log import set_step, setup_logging
-from megatron_rl.observe.run_status import LastCheckpoint, StatusWriter
 from megatron_rl.observe.progress import Progress
+from megatron_rl.observe.run_status import LastCheckpoint, StatusWriter
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics, require_sinks
 from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record, versions
@@ -183,7 +192,9 @@ class _Life(Generic[StepT]):
         self._trainer, self._folder, self._progress = trainer, run.folder, run.progress
         self._status = run.status
         self._files = RunFiles(run.folder.path, cfg)
-        self._checkpoints = Checkpoints(run.folder.path, cfg.checkpoint, trainer, run.progress.say, self._tell_checkpoint)
+        self._checkpoints = Checkpoints(
+            run.folder.path, cfg.checkpoint, trainer, run.progress.say, self._tell_checkpoint
+        )
         self._models = ModelSaves(trainer, run.progress.say)
         saved = start.checkpoint
         self._early_stop = EarlyStop(cfg.trainer.early_stop, saved.state.get(PATIENCE) if saved else None)

@@ -42,8 +42,7 @@ class RunState:
         return {"step": self.step, "parts": {name: part.state() for name, part in self.parts.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Every part goes on from its own state. CheckpointError if parts are missing or unknown; then none is changed.
-        """
+        """Every part goes on from its own state. CheckpointError if parts are missing or unknown: none is changed."""
         saved: Mapping[str, dict[str, Any]] = state["parts"]
         missing, unknown = sorted(self.parts.keys() - saved.keys()), sorted(saved.keys() - self.parts.keys())
         if missing or unknown:

@@ -125,9 +125,14 @@ def _checkpoint(checkpoint: LastCheckpoint | None, now: float) -> str:
 
 def as_table(reports: Sequence[RunReport], now: float) -> str:
     """A line a run."""
-    rows = [("run", "state", "step", "phase", "s a step", "left", "checkpoint", "restarts"), *(_cells(one, now) for one in reports)]
+    rows = [
+        ("run", "state", "step", "phase", "s a step", "left", "checkpoint", "restarts"),
+        *(_cells(one, now) for one in reports),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _cells(report: RunReport, now: float) -> tuple[str, ...]:
@@ -139,7 +144,16 @@ def _cells(report: RunReport, now: float) -> tuple[str, ...]:
     saved = "-"
     if status.checkpoint is not None:
         saved = f"step {status.checkpoint.step}, {duration(now - status.checkpoint.time)} old"
-    return report.run, report.state, f"{status.step}/{status.total}", status.phase, rate, rest, saved, str(status.restarts)
+    return (
+        report.run,
+        report.state,
+        f"{status.step}/{status.total}",
+        status.phase,
+        rate,
+        rest,
+        saved,
+        str(status.restarts),
+    )
 
 
 def duration(seconds: float) -> str:

@@ -242,7 +242,9 @@ class Trainer:
 
     def finish_save(self) -> dict[str, FileMark]:
         """See StateStore."""
-        return {name: mark for marks in self.parts.models.group.all(TrainWorker.finish_save) for name, mark in marks.items()}
+        return {
+            name: mark for marks in self.parts.models.group.all(TrainWorker.finish_save) for name, mark in marks.items()
+        }
 
     def close(self) -> None:
         """End workers and reward processes."""

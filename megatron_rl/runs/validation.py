@@ -13,8 +13,8 @@ from megatron_rl.data.preferences import PreferenceRow
 from megatron_rl.data.sft import SftSample
 from megatron_rl.rewards.answers import extract_answer, vote
 from megatron_rl.rewards.base import RewardResult
-from megatron_rl.trainers.parts import Parts
 from megatron_rl.trainers.dpo import score_rows as score_preferences
+from megatron_rl.trainers.parts import Parts
 from megatron_rl.trainers.reward_model import score_rows as score_answers
 from megatron_rl.trainers.sft import score_rows
 from megatron_rl.types import FINISH_REASONS, Prompt, Rollouts

@@ -23,11 +23,11 @@ from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.versions import run_record
 from megatron_rl.runs import session
 from megatron_rl.runs.before import inspect, require_weights
+from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.closing import closing
 from megatron_rl.runs.files import RECORD_FILE
 from megatron_rl.runs.loop import synchronous
 from megatron_rl.runs.loop_async import asynchronous
-from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.resume import base_faults, checkpoint_at
 from megatron_rl.runs.trainer import Trainer, load_models, saved_form
 from megatron_rl.trainers.placement import start_workers
@@ -117,8 +117,8 @@ def _free_folder(path: str) -> Path:
 
 
 def export(cfg: RunConfig, out: str, checkpoint: str | None = None, merge: bool = False) -> None:
-    """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`. With LoRA, its adapter alone,
-    in PEFT's form.
+    """`megatron-rl export`: the model as training holds it, in Hugging Face form at `out`. With LoRA, its adapter
+    alone, in PEFT's form.
 
     checkpoint: the model of that checkpoint, or of the newest one of that run, in place of model.path's weights. merge:
     write the whole model, with its adapter merged in.

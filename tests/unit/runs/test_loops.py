@@ -13,9 +13,9 @@ from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.experience.buffer import RolloutBuffer
 from megatron_rl.observe.sinks import read_metrics
 from megatron_rl.runs import session
+from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.loop import Loop, synchronous
 from megatron_rl.runs.loop_async import asynchronous
-from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.state import RunState
 from megatron_rl.runs.trainer import StepResult
 from tests.helpers.config import load
@@ -105,7 +105,9 @@ def test_an_error_while_sampling_ends_the_run(tmp_path: Path, loop: str) -> None
 
 def test_older_experience_is_not_offered_yet(tmp_path: Path) -> None:
     trainer, state = Weights(load(tmp_path)), RunState({})
-    with pytest.raises(ConfigError, match=r"trainer.max_staleness: 1 -- .* not offered yet") as caught:
-        with asynchronous(trainer, RolloutBuffer[Any](1), state):
-            pass
+    with (
+        pytest.raises(ConfigError, match=r"trainer.max_staleness: 1 -- .* not offered yet") as caught,
+        asynchronous(trainer, RolloutBuffer[Any](1), state),
+    ):
+        pass
     assert caught.value.faults[0].cure == "set it to 0" and trainer.log == []

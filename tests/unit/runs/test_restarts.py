@@ -12,7 +12,17 @@ import pytest
 from megatron_rl import errors
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections.trainer import TrainerConfig
-from megatron_rl.errors import BrokenCheckpoint, ClusterError, DataError, DeviceError, MegatronRLError, NodeLost, P2PError, RankDied, RankHung
+from megatron_rl.errors import (
+    BrokenCheckpoint,
+    ClusterError,
+    DataError,
+    DeviceError,
+    MegatronRLError,
+    NodeLost,
+    P2PError,
+    RankDied,
+    RankHung,
+)
 from megatron_rl.runs import session
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.restarts import CURABLE, LONGEST_WAIT_S, Restarts, back_off_s, can_cure
@@ -45,7 +55,15 @@ def test_what_would_come_again_is_not_tried_again():
 
 
 def test_waits_double_up_to_five_minutes():
-    assert [back_off_s(10.0, number) for number in range(1, 8)] == [10, 20, 40, 80, 160, 300, 300] and LONGEST_WAIT_S == 300
+    assert [back_off_s(10.0, number) for number in range(1, 8)] == [
+        10,
+        20,
+        40,
+        80,
+        160,
+        300,
+        300,
+    ] and LONGEST_WAIT_S == 300
     assert back_off_s(0.0, 3) == 0.0
 
 
@@ -146,7 +164,9 @@ def steps_of(cfg: RunConfig) -> list[int]:
 def test_a_run_goes_on_from_its_newest_checkpoint_and_ends_whole(
     cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(Faulty, "faults", {5: [RankHung("ranks 0-1 gave no sign"), RankDied("rank 1 died (a, process 3)")]})
+    monkeypatch.setattr(
+        Faulty, "faults", {5: [RankHung("ranks 0-1 gave no sign"), RankDied("rank 1 died (a, process 3)")]}
+    )
     session.run(cfg, Faulty)
     assert Faulty.starts == [None, 4, 4] and steps_of(cfg) == list(range(7))
     said = capsys.readouterr().out

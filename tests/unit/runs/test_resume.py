@@ -125,11 +125,11 @@ def kill_at_event(folder: Path, number: int) -> None:
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
-        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
-            if args and str(args[0]).startswith(str(folder)):
-                seen += 1
-                if seen == number:
-                    os._exit(9)
+        changes = event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+        if changes and args and str(args[0]).startswith(str(folder)):
+            seen += 1
+            if seen == number:
+                os._exit(9)
 
     sys.addaudithook(hook)
 
@@ -210,7 +210,9 @@ def test_a_checkpoint_is_whole_no_sooner_than_the_models_before_it(
     cfg = config(tmp_path, f"checkpoint.freq={freq}", "trainer.overwrite=replace")
     assert killed(lambda: train(cfg, at=die)) == 9
     saved = {step_of(path) for path in checkpoint_folders(tmp_path / "runs" / "a")}
-    assert all((tmp_path / f"runs/a/global_step_{step}/actor/model.safetensors").exists() for step in saved if step % 2 == 0)
+    assert all(
+        (tmp_path / f"runs/a/global_step_{step}/actor/model.safetensors").exists() for step in saved if step % 2 == 0
+    )
     train(cfg)
     assert outcome(tmp_path / "runs" / "a") == unbroken
 
@@ -228,7 +230,11 @@ def test_a_run_goes_on_from_any_place_in_a_step(
     assert killed(lambda: train(cfg, loop, die)) == 9
     last = train(cfg, loop)
     assert outcome(tmp_path / "runs" / "a") == unbroken
-    assert last.log == [] if place == "validate 6" else last.log[0] == f"learn {5 if place[-1] == '4' and place[0] == 'v' else place[-1]}"
+    assert (
+        last.log == []
+        if place == "validate 6"
+        else last.log[0] == f"learn {5 if place[-1] == '4' and place[0] == 'v' else place[-1]}"
+    )
     record = json.loads((tmp_path / "runs" / "a" / "run.json").read_text())
     assert len(record["starts"]) == 2
 
@@ -540,6 +546,6 @@ def test_a_metric_that_the_run_does_not_measure_ends_it_at_once_with_the_names(t
     other = tmp_path / "other"
     other.mkdir()
     cfg = config(other, "trainer.early_stop.metric=val/accuracy/nobody")
-    with pytest.raises(ConfigError, match="early_stop.metric: .val/accuracy/nobody. -- .* use one of val/accuracy"):
+    with pytest.raises(ConfigError, match=r"early_stop.metric: .val/accuracy/nobody. -- .* use one of val/accuracy"):
         train(cfg)
     assert not (other / "runs" / "a" / "metrics.jsonl").exists(), "refused before work starts"

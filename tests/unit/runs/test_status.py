@@ -21,8 +21,8 @@ from megatron_rl.observe import run_status
 from megatron_rl.observe.run_status import STATUS_FILE, LastCheckpoint, RunStatus, StatusWriter, read_status
 from megatron_rl.runs import folder, session
 from megatron_rl.runs.folder import LOCK_FILE, LockHolder, RunFolder, lock_holder
-from megatron_rl.runs.trainer import Trainer
 from megatron_rl.runs.status import LATE_S, as_table, as_text, duration, judge, report_run, runs_in
+from megatron_rl.runs.trainer import Trainer
 from tests.helpers.config import load
 from tests.unit.runs.test_resume import Trained
 
@@ -190,7 +190,12 @@ class Told(Trained):
 def test_a_run_tells_its_steps_phases_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_status, "LEAST_S", 0.01)
     trainers: list[Told] = []
-    settings = [f"data.val_files={tmp_path}/train.jsonl", "checkpoint.freq=1", "trainer.test_freq=2", "trainer.total_training_steps=3"]
+    settings = [
+        f"data.val_files={tmp_path}/train.jsonl",
+        "checkpoint.freq=1",
+        "trainer.test_freq=2",
+        "trainer.total_training_steps=3",
+    ]
     cfg = load(tmp_path, *settings, f"trainer.default_local_dir={tmp_path}/runs", "trainer.experiment_name=a")
 
     def make(cfg: Any) -> Told:
@@ -244,5 +249,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "odd" / STATUS_FILE).write_text("{}")
     assert main(["status", str(tmp_path / "none"), str(tmp_path / "odd")]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert err[0] == f"megatron-rl status: {tmp_path}/none: there is no run in this folder -- name a run's folder, or one of runs"
+    assert (
+        err[0]
+        == f"megatron-rl status: {tmp_path}/none: there is no run in this folder -- name a run's folder, or one of runs"
+    )
     assert "status.json: is no status" in err[1]

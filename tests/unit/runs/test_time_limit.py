@@ -63,7 +63,9 @@ def test_a_run_ends_before_its_limit_with_a_checkpoint_and_goes_on(
 
     # Nobody asked for checkpoints while it goes on.
     cfg = config(tmp_path, "trainer.max_time=2:30", "trainer.save_freq=-1")
-    with pytest.raises(stop.Stopped, match="ended by trainer.max_time 2:30 after step 4: its checkpoint is .*000004") as caught:
+    with pytest.raises(
+        stop.Stopped, match=r"ended by trainer.max_time 2:30 after step 4: its checkpoint is .*000004"
+    ) as caught:
         train(cfg, at=pass_time)
     assert stop.exit_code(None, caught.value.can_go_on) == 75
     age[0] = 0.0
@@ -77,7 +79,7 @@ def test_a_run_ends_before_its_limit_with_a_checkpoint_and_goes_on(
 
 def test_a_limit_that_no_step_fits_into_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "TimeLimit", lambda text: TimeLimit(text, lambda: 1000.0))
-    with pytest.raises(ConfigError, match="trainer.max_time: '2:30' -- is over before one more step is complete"):
+    with pytest.raises(ConfigError, match=r"trainer.max_time: '2:30' -- is over before one more step is complete"):
         train(config(tmp_path, "trainer.max_time=2:30"))
 
 
@@ -91,7 +93,9 @@ def test_a_run_that_is_stopped_before_it_did_a_further_step_still_goes_on(tmp_pa
             raise stop.Stopped
 
     cfg = config(tmp_path, f"checkpoint.freq={freq}")
-    with pytest.raises(stop.Stopped, match="before step 5 was complete: the newest checkpoint is still .*000004") as caught:
+    with pytest.raises(
+        stop.Stopped, match=r"before step 5 was complete: the newest checkpoint is still .*000004"
+    ) as caught:
         train(cfg, at=interrupt)
     assert caught.value.can_go_on
     assert train(cfg).log[0] == "learn 5"
@@ -103,7 +107,9 @@ def test_a_stop_that_could_not_be_saved_does_not_ask_for_more(tmp_path: Path) ->
             raise stop.Stopped
 
     cfg = config(tmp_path, "checkpoint.freq=0", "trainer.save_freq=-1")
-    with pytest.raises(stop.Stopped, match="checkpoint.freq is 0, so no checkpoint is kept; its weights are in") as caught:
+    with pytest.raises(
+        stop.Stopped, match=r"checkpoint.freq is 0, so no checkpoint is kept; its weights are in"
+    ) as caught:
         train(cfg, at=interrupt)
     assert not caught.value.can_go_on
 

@@ -29,7 +29,6 @@ from megatron_rl.runs.validation import (
 from megatron_rl.trainers.parts import Parts
 from megatron_rl.types import EngineAnswer, Prompt, Rollout, RolloutGroup, Rollouts, Samples, Texts
 from megatron_rl.workers.engine import EngineWorker
-
 from tests.helpers.config import load
 from tests.helpers.rollouts import rollouts_of
 
