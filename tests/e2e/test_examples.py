@@ -6,6 +6,7 @@ GSM8K's rows and the chat model are small ones of the same layout, made here.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import os
@@ -248,6 +249,8 @@ def test_what_a_readme_runs_trains_validates_and_saves(checkout: Path, example: 
 @pytest.mark.slow
 def test_the_reward_model_ranks_held_out_pairs_right_and_grpo_learns_from_it(tmp_path: Path) -> None:
     """The README's commands as they stand: about twenty minutes on two cores."""
+    # A test that goes on for a quarter of an hour is ended; this one may.
+    faulthandler.cancel_dump_traceback_later()
     words_of = {"quickstart": ("make_data", "sft-"), "preferences": ("answers16", "rm_data", "rm-", "grpo-rm")}
     todo = [
         [*words, *(["cluster.backend=inline"] if words[0] == "megatron-rl" else [])]
