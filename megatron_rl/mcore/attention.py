@@ -88,8 +88,7 @@ def varlen_attention(
     value = torch.nn.functional.pad(value, (0, lacking)) if lacking else value
     if sinks is not None:
         return flash_with_sinks(query, key, value, sinks, packed, scale, window)[..., :width]
-    lens = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
-    return flash(query, key, value, *lens, scale, window)[..., :width]
+    return flash(query, key, value, packed.lens, scale, window)[..., :width]
 
 
 class PackedAttention(MegatronModule):

@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_rl.errors import DataError
 from megatron_rl.mcore.routing import Routing
 from megatron_rl.models.rope import Rope, Rotation
+from megatron_rl.ops.flash import PackedLens
 from megatron_rl.types import TrainBatch
 
 # A padded group of sequences may waste this share of its cells, or be no longer than this many tokens, before the
@@ -56,6 +57,11 @@ class Packed(PackedSeqParams):
     """context-parallel ranks, whose keys and values are gathered; None for cp 1"""
     routing: Routing | None = None
     """what routers are told and note; None for a model without experts"""
+
+    @property
+    def lens(self) -> PackedLens:
+        """What kernels for packed sequences are told."""
+        return PackedLens(self.cu_seqlens_q, self.cu_seqlens_kv, self.max_seqlen_q, self.max_seqlen_kv)
 
 
 @dataclass(frozen=True)

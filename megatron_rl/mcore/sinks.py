@@ -10,11 +10,10 @@ log-sum-exp drops that gradient without a word, so that autograd through `varlen
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megatron_rl.mcore.packing import Packed
+from megatron_rl.ops.flash import PackedLens
 
 
 def flash_with_sinks(
@@ -29,8 +28,7 @@ def flash_with_sinks(
     """q, k and v [t, heads, d] of one width, sinks [heads] -> [t, heads, d]. CUDA, half precision. window: keys that a
     query sees, its own among them; 0: all.
     """
-    lens = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
-    return _FlashWithSinks.apply(query, key, value, sinks, lens, scale, window)  # type: ignore[no-any-return]
+    return _FlashWithSinks.apply(query, key, value, sinks, packed.lens, scale, window)  # type: ignore[no-any-return]
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +52,7 @@ class _FlashWithSinks(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor,
-        lens: tuple[Any, ...],
+        lens: PackedLens,
         scale: float,
         window: int,
     ) -> torch.Tensor:

@@ -9,39 +9,37 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megatron_rl.errors import MissingDependency
 
 FlashChoice = Literal["torch", "fa4"]
-Flash = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float, int], torch.Tensor
-]
-"""(q [t, heads, d], k and v [s, kv_heads, d], ends of queries and of keys [S + 1] int32, longest of each, scale,
-window: keys that a query sees, its own among them, 0: all) -> [t, heads, d]; causal, bfloat16 or float16"""
+
+
+class PackedLens(NamedTuple):
+    """Where sequences end among the queries and among the keys, [S + 1] int32 from 0 on, and the longest of each."""
+
+    ends_q: torch.Tensor
+    ends_kv: torch.Tensor
+    max_q: int
+    max_kv: int
+
+
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedLens, float, int], torch.Tensor]
+"""(q [t, heads, d], k and v [s, kv_heads, d], lens, scale, window: keys that a query sees, its own among them, 0: all)
+-> [t, heads, d]; causal, bfloat16 or float16"""
 _FA4_GPUS = (9, 10)
 
 
 def torch_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends_q: torch.Tensor,
-    ends_kv: torch.Tensor,
-    max_q: int,
-    max_kv: int,
-    scale: float,
-    window: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lens: PackedLens, scale: float, window: int
 ) -> torch.Tensor:
     """See Flash: torch's variable-length attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    out = varlen_attn(
-        query, key, value, ends_q, ends_kv, max_q, max_kv,
-        scale=scale, window_size=(window - 1, 0), **_shared_heads(varlen_attn),
-    )  # fmt: skip
+    out = varlen_attn(query, key, value, *lens, scale=scale, window_size=(window - 1, 0), **_shared_heads(varlen_attn))
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -52,22 +50,15 @@ def _shared_heads(attention: Callable[..., object]) -> dict[str, Any]:
 
 
 def fa4_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends_q: torch.Tensor,
-    ends_kv: torch.Tensor,
-    max_q: int,
-    max_kv: int,
-    scale: float,
-    window: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lens: PackedLens, scale: float, window: int
 ) -> torch.Tensor:
     """See Flash: that of flash-attn-4."""
     from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     query, key, value = (one.contiguous() for one in (query, key, value))
     out, _ = flash_attn_varlen_func(
-        query, key, value, cu_seqlens_q=ends_q, cu_seqlens_k=ends_kv, max_seqlen_q=max_q, max_seqlen_k=max_kv,
+        query, key, value,
+        cu_seqlens_q=lens.ends_q, cu_seqlens_k=lens.ends_kv, max_seqlen_q=lens.max_q, max_seqlen_k=lens.max_kv,
         softmax_scale=scale, causal=window == 0, window_size=(window - 1, 0) if window else (None, None),
     )  # fmt: skip
     return out
