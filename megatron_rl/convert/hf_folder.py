@@ -20,7 +20,7 @@ from megatron_rl.models.layouts import Block
 from megatron_rl.models.stacks import by_stack, stacked_shapes
 from megatron_rl.observe.progress import Advance
 from megatron_rl.weights.marked_files import naming, write_file
-from megatron_rl.weights.safetensors import INDEX_NAME, largest
+from megatron_rl.weights.safetensors import INDEX_NAME, is_finite
 from megatron_rl.weights.shard_files import ShardFile, TensorEntry, cut_to_size, index_of, shard_names
 
 _PIECE_BYTES = 64 << 20
@@ -72,7 +72,7 @@ def write_hf(conversion: Conversion, plan: HfPlan, staging: Staging, advance: Ad
         path = staging.partial(name)
         with naming(path, "written"), closing(ShardFile(path, entries)) as file:
             for entry, piece in pieces(conversion, file.entries):
-                if not bool(largest(piece).isfinite()):
+                if not is_finite(piece):
                     bad.add(entry.name)
                 file.append(entry, piece)
                 advance(piece.numel() * piece.element_size())

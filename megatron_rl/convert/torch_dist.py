@@ -30,7 +30,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.observe.progress import Advance
 from megatron_rl.weights.dcp import METADATA, Chunk, SavedTensors, WrittenChunk, metadata_of, write_chunks
 from megatron_rl.weights.marked_files import MarkedFile, naming, write_file
-from megatron_rl.weights.safetensors import largest
+from megatron_rl.weights.safetensors import is_finite
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -299,7 +299,7 @@ def _filled(
         at = 0
         for block in chunk.blocks:
             piece = rows[at : at + block.num_rows].copy_(conversion.weights.read(block))
-            if not bool(largest(piece).isfinite()):
+            if not is_finite(piece):
                 bad[block.hf_name] = None
             at += block.num_rows
         yield Chunk(chunk.name, chunk.offsets, values)

@@ -214,12 +214,17 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
     return torch.maximum(least.abs(), most.abs()).to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all its numbers are. Waits for its device."""
+    return bool(largest(tensor).isfinite())
+
+
 def finite_tensors(source: SafetensorsSource, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """source.tensors(); at the end CheckpointError names those that are not finite in `dtype`, if there are any."""
     bad: dict[str, str] = {}
     for name, tensor in source.tensors():
         if tensor.is_floating_point() and tensor.numel():
-            size = float(largest(tensor.to(torch.float32)))
+            size = float(largest(tensor))
             # Not written as size > max: no comparison holds for NaN.
             if not size <= torch.finfo(dtype).max:
                 bad[name] = source.place(name)

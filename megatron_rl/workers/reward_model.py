@@ -20,7 +20,7 @@ from megatron_rl.observe.beat import beat
 from megatron_rl.observe.log import setup_logging
 from megatron_rl.rewards.base import RewardResult, RewardSample, checked
 from megatron_rl.weights.dtypes import DTYPES
-from megatron_rl.weights.safetensors import file_holding, refuse_nonfinite
+from megatron_rl.weights.safetensors import file_holding, is_finite, refuse_nonfinite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -154,7 +154,7 @@ def _load(cfg: RewardModelConfig) -> PreTrainedModel:
             f"reward.model.path: {cfg.path!r} has no weights for {', '.join(unset)} "
             "-- give the folder of a trained sequence classifier"
         )
-    bad = [name for name, tensor in model.state_dict().items() if not bool(torch.isfinite(tensor).all())]
+    bad = [name for name, tensor in model.state_dict().items() if not is_finite(tensor)]
     refuse_nonfinite({name: file_holding(cfg.path, name) for name in bad})
     return model.eval()
 
